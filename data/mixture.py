@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from .batches import permutation
 from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
@@ -144,7 +144,8 @@ def named_parts(data: Data | Mapping[str, Any]) -> list[Part]:
 
 
 def _part(data: Any) -> Part:
-    given = {**data} if isinstance(data, Mapping) and not isinstance(data, DatasetDict) else {"path": data}
+    of_splits = isinstance(data, DatasetDict | IterableDatasetDict)
+    given = {**data} if isinstance(data, Mapping) and not of_splits else {"path": data}
     for name in given:
         if name not in _FIELDS:
             raise DataError(f"data: a part has no {name!r}; it has {', '.join(_FIELDS)}")
@@ -161,7 +162,8 @@ def _part(data: Any) -> Part:
 def _weighted(parts: Sequence[Part], seed: int) -> list[Records]:
     loaded = [part.load() for part in parts]
     if not all(hasattr(records.dataset, "__len__") for records in loaded):
-        raise DataError("data: an IterableDataset is read step by step; set streaming=True, and steps")
+        wanted = "set streaming=True, and steps; eval_data is read at once: give it as rows, a file or a Dataset"
+        raise DataError(f"data: an IterableDataset is read step by step; {wanted}")
     sizes = [len(records.dataset) for records in loaded]
     weights, fractions = [part.weight for part in parts], [part.fraction for part in parts if part.fraction is not None]
     if fractions:

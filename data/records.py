@@ -14,7 +14,7 @@ import datasets
 import fsspec
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from datasets.table import CastError
 
 from .columns import TEXT_COLUMNS
@@ -84,7 +84,7 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
         return data
     if isinstance(data, IterableDataset):
         records = Records(data, "records")
-    elif isinstance(data, Dataset | DatasetDict):
+    elif isinstance(data, Dataset | DatasetDict | IterableDatasetDict):
         records = Records(_split_of(data, split, "records"), "records")
     elif isinstance(data, str | os.PathLike):
         options = {"split": split, **options, **parse_name(os.fspath(data))}
@@ -179,15 +179,15 @@ def _from_hub(path: str, source: str, split: str, **options: Any) -> Dataset:
         ) from error
 
 
-def _split_of(dataset: Dataset | DatasetDict, split: str, source: str) -> Dataset:
+def _split_of(dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, source: str) -> Any:
     """A split, or a part such as ``train[:100]``, or several with a + between."""
-    splits = dataset if isinstance(dataset, DatasetDict) else DatasetDict({"train": dataset})
+    splits: Any = DatasetDict({"train": dataset}) if isinstance(dataset, Dataset) else dataset
     if split in splits:
         return splits[split]
     try:
         instruction = datasets.ReadInstruction.from_spec(split)
         parts = instruction.to_absolute({name: len(part) for name, part in splits.items()})
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, TypeError) as error:  # a part of what is streamed has no length
         raise DataError(f"{source}: no split '{split}'; there are {', '.join(map(str, splits))}") from error
     return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 

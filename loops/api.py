@@ -14,7 +14,6 @@ optimizer, a teacher or a tracker may hold the object itself:
 
 import inspect
 from collections.abc import Callable
-from functools import update_wrapper
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from .recipes import opener
@@ -35,8 +34,9 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
         opened: Training = opener(name)(build(name, settings, values))
         return opened
 
-    update_wrapper(recipe, settings, assigned=("__doc__",), updated=())
+    vars(recipe)["__signature__"] = inspect.signature(settings).replace(return_annotation="Training")
     recipe.__name__ = recipe.__qualname__ = name
+    recipe.__doc__ = f"{settings.__doc__}\n\nObjects may stand for names, as of the model; see `burnish.loops.api`."
     return recipe
 
 

@@ -4,6 +4,7 @@ The type of a field says its range. The command line checks it while it parses, 
 From Python, a field that names something may hold the object itself.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -64,6 +65,8 @@ class Settings:
         settings: Any = type(self)
         for name, hint in _hints(settings).items():
             value = getattr(self, name)
+            if isinstance(value, os.PathLike):
+                object.__setattr__(self, name, value := os.fspath(value))
             if complaint := range_complaint(value, hint):
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
             if hasattr(value, "_expression"):  # from the command line; YAML and checkpoints hold plain numbers
@@ -382,8 +385,8 @@ class Teacher(Settings):
         named = (self.model is not None) + (self.logprobs is not None)
         if named and not needed:
             raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
-        if needed and named != 1:
-            raise ValueError("teacher: distillation needs one; give --teacher.model or --teacher.logprobs, not both")
+        if needed and (named != 1 or None not in (self.logprobs, self.top_k)):
+            raise ValueError("teacher: distillation needs one; give --teacher.model or --teacher.logprobs and no top_k")
 
 
 @dataclass(frozen=True)

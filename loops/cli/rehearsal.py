@@ -239,7 +239,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         yield
 
 
-def _store_tokens(path: Any, feed: Any, compute: Any, accelerator: Any, metadata: Any = None) -> Any:
+def _store_tokens(path: Any, feed: Any, compute: Any, accelerator: Any, reuse: bool, metadata: Any = None) -> Any:
     """Replaces `stored_tokens`: the same shapes, computed from one micro-batch."""
     computed = compute(feed.batch(feed.plan(0)[0]))
     lengths = [sum(map(sum, trained)) for trained in feed.dataset["trained"]]

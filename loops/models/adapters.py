@@ -24,6 +24,8 @@ _UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow
 def add_adapters(model: Any, config: Common, task: str) -> Any:
     """Add new adapters, or load those of ``lora.path``; in float32, unless ``config.weights_dtype`` is bfloat16."""
     lora, options = config.lora, dict[str, Any](autocast_adapter_dtype=config.weights_dtype == "float32")
+    if model.name_or_path and Path(model.name_or_path).is_dir():
+        model.name_or_path = str(Path(model.name_or_path).absolute())  # the adapter may be loaded from elsewhere
     if lora.path is not None:
         if lora.r:
             raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")

@@ -44,11 +44,11 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
         name = getattr(getattr(name, "config", None), "_name_or_path", "")
         if not name:
             raise ValueError("tokenizer: a model made in memory has no name to find one by; give the tokenizer")
-    adapter = Path(name, "adapter_config.json") if isinstance(name, str | Path) else Path()
+    loaded = isinstance(name, str)
+    adapter = Path(name, "adapter_config.json") if loaded else Path()
     if adapter.is_file() and not adapter.with_name("config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")
         raise ValueError(f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}")
-    loaded = isinstance(name, str | Path)
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name) if loaded else name
     except (OSError, ValueError) as error:
@@ -98,7 +98,6 @@ def load_model(
             passed as an object is to be quantized, or to get adapters in addition to its own.
     """
     in_memory, adapters = isinstance(config.model, nn.Module), config.lora.enabled
-    quantized = getattr(config.model, "is_quantized", False)
     if config.attention == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa")
     if in_memory and config.quantize:
@@ -108,27 +107,26 @@ def load_model(
     injected = in_memory and any(hasattr(module, "base_layer") for module in config.model.modules())
     if injected and not isinstance(config.model, PeftModel):
         raise ValueError("model: an earlier run left adapters in it; give that run's model, or load it again")
+    described = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)
+    architecture: Any = config.model if in_memory else described(config.model)
+    stored = getattr(architecture, "dtype", None)
+    quantized = getattr(architecture, "is_quantized", hasattr(architecture, "quantization_config"))
     if (config.quantize or quantized) and not (adapters or isinstance(config.model, PeftModel)):
-        raise ValueError(
-            f"quantize={config.quantize}: quantized weights can't be trained; add adapters, such as --lora.r 16"
-        )
+        raise ValueError("quantize: quantized weights can't be trained; add adapters, such as --lora.r 16")
     # Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
     precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
     dtype = getattr(torch, precision)
     model: Any = config.model
     if in_memory:
-        stored = getattr(model, "dtype", None)
         if not (quantized or isinstance(model, PeftModel)):
             _convert(model, dtype)
         if config.attention is not None:
             model.set_attn_implementation(config.attention)
     else:
-        with blaming(f"model: {config.model}"):
-            stored = transformers.AutoConfig.from_pretrained(config.model).dtype
-        options |= {"attn_implementation": config.attention, "quantization_config": _quantization(config)}
+        options |= {"attn_implementation": config.attention, **_quantization(config)}
         blamed = f"model: {config.model}" + (f" with attention {config.attention}" if config.attention else "")
         with blaming(blamed), left_in_files(may_stay_in_files(config, task)):
-            model = auto.from_pretrained(config.model, dtype=dtype, **options)
+            model = read_model(auto, config.model, new_head=task != "CAUSAL_LM", dtype=dtype, **options)
     without_randomness(model)
     if config.dtype != "float64":
         model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored
@@ -144,6 +142,15 @@ def load_model(
     for module in unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
         module.requires_grad_(False)  # DDP would wait for their gradients
     return model.train()  # type: ignore[no-any-return]
+
+
+def read_model(auto: Any, name: str, *, new_head: bool = False, **options: Any) -> Any:
+    """Raises ValueError if a weight of the model is in no file, unless its head is new."""
+    model, loaded = auto.from_pretrained(name, output_loading_info=True, **options)
+    missing = sorted(name for name, _ in model.named_parameters() if name in loaded["missing_keys"])
+    if missing and not new_head:
+        raise ValueError(f"{missing[0]} is in none of its files, and would be random; wanted a causal language model")
+    return model
 
 
 def _convert(model: Any, dtype: torch.dtype) -> None:
@@ -173,15 +180,16 @@ def _classifier_of(architecture: Any, task: str) -> Any:
     return type(name, (generic, pretrained), {"config_class": type(architecture), "__module__": pretrained.__module__})
 
 
-def _quantization(config: Common) -> Any:
-    if config.quantize is None:
-        return None
+def _quantization(config: Common) -> dict[str, Any]:
+    if config.quantize is None:  # with a None transformers takes the weights of quantized files for plain ones
+        return {}
     if find_spec("bitsandbytes") is None:
         raise ValueError("quantize: needs bitsandbytes, which is not installed; pip install bitsandbytes")
     compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
     fields: dict[str, Any] = four if config.quantize == "4bit" else {"load_in_8bit": True}
-    return build("quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields)
+    built = build("quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields)
+    return {"quantization_config": built}
 
 
 def save_model(

@@ -152,6 +152,8 @@ class Policy(Backbone):
         target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
         try:
             if self.head is None:
+                if not self.plain.can_generate():
+                    raise ValueError(f"policy: wanted a causal language model, got {type(self.plain).__name__}")
                 raise CannotFuse("it has no output embedding")
             if self.plain.base_model is self.plain:
                 raise CannotFuse("transformers does not say what is below its head")

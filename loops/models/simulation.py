@@ -136,7 +136,7 @@ class Simulation(TorchDispatchMode):
 @contextmanager
 def simulate(*, gpu: bool = False) -> Iterator[Simulation]:
     """Within a `Simulation`, models of transformers have the shapes of their configuration; no weights are read."""
-    simulation, resize = Simulation(gpu=gpu), torch.UntypedStorage.resize_
+    simulation, resize, loading_info = Simulation(gpu=gpu), torch.UntypedStorage.resize_, {"missing_keys": ()}
 
     def from_pretrained(
         kind: Any, /, name: Any, *args: Any, config: Any = None, dtype: Any = None, **options: Any
@@ -146,7 +146,7 @@ def simulate(*, gpu: bool = False) -> Iterator[Simulation]:
         if config is None:
             config = transformers.AutoConfig.from_pretrained(name, **options)
         with simulation.labeled(f"weights of {name}"):
-            return kind._from_config(config, dtype=dtype or config.dtype or torch.float32, **attention)
+            return kind._from_config(config, dtype=dtype or config.dtype or torch.float32, **attention), loading_info
 
     def resized(storage: Any, size: int) -> Any:
         resize(storage, size)

@@ -168,7 +168,8 @@ class RunContext(Generic[Model]):
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
                 path = self.directory / f"reference-{data._fingerprint}.safetensors"
                 with evaluating(policy.model):  # without the dropout of adapters that are trained further
-                    tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator)
+                    reuse = config.resume and path.with_name("config.yaml").exists()  # with which this was compared
+                    tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator, reuse)
                 return {"ref_logprob": tensors["logprob"]}
 
             return lambda batch: batch.columns["ref_logprob"], columns

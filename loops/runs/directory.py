@@ -72,9 +72,13 @@ def check_directory(config: Common) -> None:
         ValueError: if it holds another run, or holds a run and ``config.resume`` is false.
     """
     path = Path(config.output or "") / "config.yaml"
-    if config.output is None or not (path.exists() or list(path.parent.glob("checkpoints/step-*"))):
+    saved, metrics = list(path.parent.glob("checkpoints/step-*")), path.with_name("metrics.jsonl")
+    if config.output is None or not (path.exists() or saved):
         return
     if not config.resume:
+        lines = metrics.read_text().splitlines() if metrics.exists() else [""]
+        if not saved and all(line.startswith('{"step": 0,') for line in lines):
+            return  # a run that ended before its first step
         raise ValueError(
             f"output: {config.output} already holds a run; continue it (--resume true) or name another directory"
         )
@@ -113,10 +117,8 @@ def to_yaml(config: Common) -> str:
 def _described(value: Any, name: str = "") -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: _described(getattr(value, field.name), field.name) for field in fields(value)}
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
+    if value is None or isinstance(value, str | int | float | os.PathLike):
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
     if name in ("data", "eval_data"):
         mixture = isinstance(value, list) and all(isinstance(part, str) or "path" in part for part in value)
         if not (mixture or isinstance(value, Mapping)):

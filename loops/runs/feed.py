@@ -83,10 +83,11 @@ def stored_tokens(
     feed: Feed,
     compute: Callable[[Batch], Mapping[str, Tensor]],
     accelerator: Accelerator,
+    reuse: bool,
     metadata: dict[str, str] | None = None,
 ) -> tuple[dict[str, list[Tensor]], dict[str, str]]:
     """Tensors of every trained token, by name a list with one per example, and metadata, read from ``path``; computed
-    and written there first if it does not exist. Every rank calls it.
+    and written there first unless it exists and may be reused. Every rank calls it.
 
     Args:
         path: a safetensors file, written atomically by the main process: each tensor, over the tokens of all examples
@@ -94,7 +95,7 @@ def stored_tokens(
         feed: a feed whose first step is all of the data.
         compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
     """
-    if not path.exists():
+    if not (reuse and path.exists()):
         computed: list[tuple[int, dict[str, Tensor]]] = []
         for indices in feed.plan(0):
             batch = feed.batch(indices)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ...data import DataError, Example, check_same_vocabulary
 from ..batch import Batch
 from ..config import Teacher
+from ..models.io import read_model
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from ..models.sharding import left_in_files
@@ -40,13 +41,13 @@ def open_teacher(
     if not needed:
         return None, lambda data: {}
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": config.beta}[config.divergence]
-    temperature, policy = config.temperature, context.model
+    temperature, policy, accelerator = config.temperature, context.model, context.accelerator
     if model is None and config.model is not None:
         model = load_teacher(context, config)
     if model is not None and config.top_k is None:
 
         def live(batch: Batch) -> TeacherOutputs:
-            with context.accelerator.autocast():
+            with accelerator.autocast():
                 return model.teacher_outputs(batch, beta=beta, temperature=temperature, dense=not policy.fused)
 
         return live, lambda data: {}
@@ -62,8 +63,8 @@ def open_teacher(
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
         metadata = {"temperature": str(temperature), "examples": digest(data.select_columns(list(Example._fields)))}
         path = Path(config.logprobs or context.directory / f"teacher-{data._fingerprint}.safetensors")
-        feed = context.feed(data, whole=True)
-        tensors, written = stored_tokens(path, feed, likeliest, context.accelerator, metadata)
+        feed, own = context.feed(data, whole=True), context.config.resume and path.with_name("config.yaml").exists()
+        tensors, written = stored_tokens(path, feed, likeliest, accelerator, own or bool(config.logprobs), metadata)
         if written["examples"] != metadata["examples"]:
             raise DataError(
                 f"{path}: these are the teacher's log-probs of other data; store them again (teacher.top_k)"
@@ -88,8 +89,8 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     assert config.model is not None
     student, model = context.config, config.model
     if not isinstance(model, str):
-        if model is student.model:
-            raise DataError("teacher.model: it is the student, whose training would change it; give a copy of it")
+        if {*model.parameters()} & {*context.model.parameters()}:
+            raise DataError("teacher.model: it has weights of the student, which training changes; give a copy of it")
         embeddings: Any = model.get_input_embeddings()
         if (size := embeddings.num_embeddings) < len(context.tokenizer):
             raise DataError(
@@ -100,5 +101,5 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
         named = blaming(f"teacher.model: {model}")
         check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
         with left_in_files(student.parallel.copy_size > 1):
-            model = named(AutoModelForCausalLM.from_pretrained)(model, dtype=getattr(torch, student.dtype))
+            model = named(read_model)(AutoModelForCausalLM, model, dtype=getattr(torch, student.dtype))
     return beside(context.model, model, student)

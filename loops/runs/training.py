@@ -78,7 +78,12 @@ class Training:
         self.observers = {name: each for name, each in observers.items() if each is not None}
         parts = {"optimizer": optimizer, "schedule": schedule, **self.observers}
         self.state = {"accelerator": context.accelerator, "policy": policy, "parts": parts}
-        self.state["data"] = digest(context.data)
+        self.state["data"], *held_out = (digest(each) for each in (context.data, context.eval_data) if each is not None)
+        if len(set(gather_object([(self.state["data"], *held_out)]))) > 1:
+            raise ValueError(
+                "data: the rows differ between ranks, so that some would be trained on twice and others never; give "
+                "all of them to every rank in the same order, shuffled with a seed if at all: each takes its share"
+            )
         self.objective, self.weightings = compose(self.losses, self.read), weightings(self.losses)
         self.directory = None if config.output is None else context.directory
         self.checkpoints = context.file("checkpoints") or Path()

@@ -281,3 +281,5 @@ def test_rows_without_a_length_want_streaming() -> None:
     rows = Dataset.from_list([{"text": "a"}]).to_iterable_dataset()
     with pytest.raises(DataError, match="an IterableDataset is read step by step; set streaming=True, and steps"):
         load_data(rows)
+    with pytest.raises(DataError, match="eval_data is read at once: give it as rows, a file or a Dataset"):
+        load_data(rows, rows, streaming=True)

@@ -1,5 +1,6 @@
 import json
 import random
+import re
 from collections import Counter
 from functools import partial
 
@@ -16,7 +17,7 @@ from burnish.data import (
     stream,
     token_cost,
 )
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 
 ROWS = [[{"text": f"{p}:{i}"} for i in range(5 + p % 7)] for p in range(25)]
 
@@ -145,6 +146,8 @@ def test_every_kind_of_data_is_streamed(tmp_path, write, open_stream) -> None:
         {"path": write("b", renamed), "columns": {"content": "text"}},
         rows,
         IterableDataset.from_generator(lambda: iter(rows)),
+        IterableDatasetDict({"train": IterableDataset.from_generator(lambda: iter(rows))}),
+        {"path": IterableDatasetDict({"other": IterableDataset.from_generator(lambda: iter(rows))}), "split": "other"},
     ):
         opened = open_stream(data, batch_size=3, shuffle=False)
         assert open_stream.texts(opened, 0, 1) == [row["text"] for row in rows], data
@@ -173,6 +176,13 @@ def test_a_stream_of_nothing_to_train_on_is_refused(rows, tmp_path, open_stream)
     data = rows or IterableDataset.from_generator(lambda: iter(()))
     with pytest.raises(DataError, match=r"records: (no rows|found the columns \(prompt\))"):
         open_stream(data).open(0)
+
+
+def test_a_split_that_a_stream_lacks_is_named(open_stream) -> None:
+    splits = IterableDatasetDict({"test": IterableDataset.from_generator(lambda: iter([{"text": "a"}]))})
+    for split in ("train", "test[:1]"):
+        with pytest.raises(DataError, match=re.escape(f"records: no split '{split}'; there are test")):
+            open_stream({"path": splits, "split": split})
 
 
 def test_the_ranks_share_a_step(mixture, open_stream) -> None:

@@ -1,5 +1,6 @@
 """Recipes from Python: objects in place of names, steps in a loop of one's own, with or without a directory."""
 
+import inspect
 import json
 import math
 import os
@@ -118,7 +119,7 @@ def test_without_a_directory_no_file_is_written(model, data, tokenizer, tmp_path
         ({"lora": 8}, r"dpo: lora: wanted a mapping of r, alpha, dropout, ..., got 8"),
         ({"shuffle": "no"}, "dpo: shuffle: wanted true or false, got 'no'"),
         ({"quantize": "4bit"}, "quantize: the model is loaded already"),
-        ({"teacher": {"model": "the student"}, "loss": {"dpo": 1, "distillation": 1}}, "it is the student"),
+        ({"teacher": {"model": "the student"}, "loss": {"dpo": 1, "distillation": 1}}, "it has weights of the student"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
@@ -128,6 +129,26 @@ def test_a_mistake_is_refused_in_one_line(model, tokenizer, settings, message):
     with pytest.raises(ValueError) as refused:
         burnish.dpo(model, PAIRS, tokenizer=tokenizer, **settings)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_teacher_may_share_no_weights_with_the_student(model, saved, tokenizer):
+    teacher = AutoModelForCausalLM.from_pretrained(saved)
+    teacher.set_input_embeddings(model.get_input_embeddings())  # freezing it would freeze those of the student
+    for student in (model, get_peft_model(teacher, LoraConfig(r=2))):
+        with pytest.raises(ValueError, match="it has weights of the student, which training changes; give a copy"):
+            burnish.distill(student, DEMONSTRATIONS, tokenizer=tokenizer, teacher={"model": teacher}, **SETTINGS)
+
+
+def test_a_path_is_the_name_of_what_is_there(saved, tmp_path):
+    run = burnish.distill(saved, DEMONSTRATIONS, tmp_path / "run", teacher={"model": saved}, **SETTINGS)
+    assert run.train()["distillation"] < 1e-3
+    with pytest.raises(ValueError, match=r"this run would write over its model, .*model; name another directory"):
+        burnish.sft(tmp_path / "run/model", DEMONSTRATIONS, tmp_path / "run", **SETTINGS)
+
+
+def test_help_says_what_a_recipe_takes_and_gives():
+    assert inspect.signature(burnish.dpo).return_annotation == "Training"
+    assert "Objects may stand for names" in burnish.dpo.__doc__
 
 
 def test_a_model_made_in_memory_wants_its_tokenizer(model):

@@ -12,11 +12,19 @@ from burnish.loops.models.io import load_classifier, load_model, load_tokenizer,
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer
 from burnish.loops.train.optimizers import make_optimizer
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Gemma3Config, modeling_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    DeepseekV3Config,
+    Gemma3Config,
+    modeling_utils,
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +126,34 @@ def test_mistakes_about_adapters_are_one_line(start, fields, message):
     with pytest.raises(ValueError) as raised:
         load_model(config(start, lora=Lora(**fields)))
     assert message in str(raised.value)
+
+
+def test_an_adapter_names_its_base_model_by_a_path_that_other_directories_know(start, tmp_path, monkeypatch):
+    monkeypatch.chdir(start.parent)
+    policy = Policy(load_model(config(start.name, lora=Lora(r=2))))
+    save_model(policy, load_tokenizer(config(start.name)), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert AutoPeftModelForCausalLM.from_pretrained("adapter").peft_config["default"].r == 2
+
+
+def test_a_policy_with_a_head_of_random_weights_is_refused(start, tmp_path):
+    load_classifier(config(start), "SEQ_CLS", {0: "reward"}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model: .*: lm_head.weight is in none of its files, and would be random"):
+        load_model(config(tmp_path))
+    with pytest.raises(ValueError, match="policy: wanted a causal language model, got LlamaForSequenceClassification"):
+        Policy(load_classifier(config(tmp_path), "SEQ_CLS", {0: "reward"}))
+
+
+@pytest.mark.parametrize("kind", ["load_in_4bit", "load_in_8bit"])
+def test_files_that_are_quantized_are_loaded_so_and_want_adapters(kind, start, tmp_path):
+    quantization = BitsAndBytesConfig(**{kind: True})
+    quantized = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, quantization_config=quantization)
+    quantized.save_pretrained(tmp_path)
+    batch = collate(make_examples(4))
+    loaded = Policy(load_model(config(tmp_path, lora=Lora(r=2)))).eval()
+    torch.testing.assert_close(loaded(batch).logprob, Policy(quantized)(batch).logprob)
+    with pytest.raises(ValueError, match="quantize: quantized weights can't be trained; add adapters"):
+        load_model(config(tmp_path))
 
 
 def test_a_directory_of_an_adapter_says_how_to_go_on_from_it(start, tmp_path):

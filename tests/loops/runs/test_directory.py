@@ -13,6 +13,7 @@ from burnish.loops.config import Lora
 from burnish.loops.recipes.settings import SFT
 from burnish.loops.recipes.sft import open_sft
 from burnish.loops.runs import checkpoint, context
+from burnish.objectives import PerToken, Stats
 from forked import run_forked
 from online import prepare
 from safetensors.torch import load_file
@@ -114,6 +115,31 @@ def test_checkpoints_without_a_configuration_are_a_run(settings, tmp_path, monke
         open_sft(SFT(**settings)).train()
     open_sft(SFT(**settings, resume=True)).train()
     assert (tmp_path / "run/config.yaml").exists()
+
+
+def fails_in_training(logp: PerToken) -> tuple[PerToken, Stats]:
+    if logp.requires_grad:
+        raise ZeroDivisionError
+    return -logp, {}
+
+
+@pytest.mark.parametrize("held_out", [None, 2])
+def test_a_run_that_ended_before_its_first_step_holds_no_directory(held_out, settings, tmp_path):
+    settings |= {"eval_data": held_out, "steps": 1}
+    with pytest.raises(ZeroDivisionError):
+        open_sft(SFT(**settings, loss=fails_in_training)).train()
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0] * bool(held_out)
+    open_sft(SFT(**settings)).train()
+    with pytest.raises(ValueError, match="already holds a run"):
+        open_sft(SFT(**settings))
+
+
+def test_settings_of_ones_own_in_a_directory_are_not_written_over(settings, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("# mine")
+    with pytest.raises(ValueError, match="already holds a run"):
+        open_sft(SFT(**settings))
 
 
 def test_a_directory_has_one_writer(settings, tmp_path, monkeypatch):

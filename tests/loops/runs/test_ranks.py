@@ -34,6 +34,12 @@ def test_a_rank_whose_partner_never_starts_says_so_in_a_line(rank, message, tmp_
     assert "Traceback" not in printed
 
 
+def test_ranks_with_other_rows_than_each_other_are_refused(tmp_path):
+    outcomes = run_forked(2, "uneven", str(save_model(tmp_path / "model")))
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    assert all("refused rows held out order stream" in printed for _, printed in outcomes)
+
+
 @pytest.fixture(scope="module")
 def wedged(tmp_path_factory):
     """Two ranks, whose server is healthy and stops to answer as they begin to sample."""

@@ -198,20 +198,31 @@ def test_precomputed_log_probs_belong_to_their_examples(tmp_path):
         plan=lambda step: [[3, 0], [], [4, 1, 2]], batch=lambda indices: collate([examples[i] for i in indices])
     )
     compute = lambda batch: {"logprob": reference(batch)}  # noqa: E731
-    tensors, metadata = stored_tokens(tmp_path / "cache", feed, compute, Accelerator())
+    tensors, metadata = stored_tokens(tmp_path / "cache", feed, compute, Accelerator(), True)
     for example, logprob in zip(examples, tensors["logprob"], strict=True):
         torch.testing.assert_close(logprob, reference(collate([example])), rtol=0, atol=1e-12)
     assert metadata == {}
 
 
-def test_a_precomputed_reference_is_computed_once(tmp_path):
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_precomputed_reference_is_computed_once_in_a_run_and_anew_in_another(tmp_path, resume):
     policy, examples = Policy(make_model("llama")), make_examples(5)
     data = Dataset.from_dict({name: [getattr(example, name) for example in examples] for name in Example._fields})
-    context = RunContext(DPO(model="", data="", output=str(tmp_path)), Accelerator(), None, policy, data)
+    (tmp_path / "config.yaml").touch()  # compared when the run was opened
+    config = DPO(model="", data="", output=str(tmp_path), resume=resume)
+    context = RunContext(config, Accelerator(), None, policy, data)
     _, columns = context.reference("precompute")
     computed = columns(data)["ref_logprob"]
     torch.testing.assert_close(torch.cat(list(computed)), policy(collate(examples)).logprob.detach())
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
-    assert all(torch.equal(a, b) for a, b in zip(computed, columns(data)["ref_logprob"], strict=True))
+    assert resume == all(torch.equal(a, b) for a, b in zip(computed, columns(data)["ref_logprob"], strict=True))
+
+
+def test_log_probs_of_a_run_that_was_never_begun_are_not_those_of_the_next(tmp_path):
+    first, second = (str(save_model(tmp_path / f"{seed}", seed=seed)) for seed in (1, 2))
+    settings = {"data": sums(4), "output": str(tmp_path / "run"), "batch_size": 4, "steps": 1}
+    open_dpo(DPO(first, reference="precompute", **settings))
+    resumed = {**settings, "resume": True}  # nothing says which settings left the file
+    assert open_dpo(DPO(second, reference="precompute", **resumed)).train()["loss"] == pytest.approx(math.log(2))

@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import burnish
 import pytest
 import torch
 from burnish.loops.batch import collate
@@ -10,7 +11,7 @@ from burnish.loops.cli import main
 from burnish.loops.models.policy import Policy
 from tiny import make_examples, make_model, save_model, write_rows
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 BETA, TEMPERATURE = 0.3, 0.7
 
@@ -116,6 +117,14 @@ def test_a_stored_teacher_teaches_the_same_as_the_run_that_stored_it(run, tmp_pa
     assert 0 < asked[0]["distillation"] < whole[0]["distillation"]
 
 
+def test_what_a_run_stored_that_was_never_begun_is_not_what_the_next_learns_from(tmp_path):
+    student, *teachers = (str(save_model(tmp_path / f"{seed}", seed=seed)) for seed in (1, 1, 2))
+    settings = {"output": str(tmp_path / "run"), "batch_size": 8, "steps": 1}
+    burnish.distill(student, ROWS, teacher={"model": teachers[0], "top_k": 2}, **settings)
+    metrics = burnish.distill(student, ROWS, teacher={"model": teachers[1], "top_k": 4}, **settings).train()
+    assert metrics["distillation"] > 1e-4  # the first one is the student itself
+
+
 def test_what_was_stored_for_other_data_is_refused(run, tmp_path):
     run("--teacher.top_k", "4", output="asked")
     (stored,) = (tmp_path / "asked").glob("teacher-*.safetensors")
@@ -147,6 +156,14 @@ def test_a_teacher_with_other_tokens_is_refused_by_the_first_that_differs(run, t
     assert f"token {min(vocabulary['7'], vocabulary['8'])} is '8', and '7' for the student" in said
 
 
+def test_a_classifier_is_no_teacher(run, tmp_path):
+    teacher = save_model(tmp_path / "classifier")
+    AutoModelForSequenceClassification.from_pretrained(teacher).save_pretrained(teacher)
+    status, said, _ = run(teacher=teacher)
+    assert status == 1
+    assert f"teacher.model: {teacher}: lm_head.weight is in none of its files, and would be random" in said
+
+
 def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
     padded = save_model(tmp_path / "padded")
     config = AutoConfig.from_pretrained(padded)
@@ -160,9 +177,10 @@ def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "distillation needs one; give --teacher.model or --teacher.logprobs, not both"),
+        ([], "distillation needs one; give --teacher.model or --teacher.logprobs"),
         (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
         (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
+        (["--teacher.logprobs", "x", "--teacher.top_k", "3"], "--teacher.model or --teacher.logprobs and no top_k"),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(run, flags, message):
