@@ -36,7 +36,7 @@ def forbidden() -> Tensor:
 
 CASES = {
     "temperature_per_token": problem(),
-    "temperature": problem(temperature=0.6),
+    "temperature": problem(temperature=2.0),
     "plain": problem(temperature=1.0),
     "padded": problem(vocab=100, target=torch.arange(63)),
     "target_in_the_last_column": problem(target=torch.full((63,), 106)),
