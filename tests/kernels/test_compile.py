@@ -31,7 +31,7 @@ def more_logprobs(hidden, weight, bias, down, up, temperature, target):
 
 
 def gathered(hidden, weight, bias, down, up, temperature, target):
-    return linear_logprob(hidden, Head(weight, bias), torch.stack((target, target // 2), 1)).logprob
+    return linear_logprob(hidden, weight, torch.stack((target, target // 2), 1)).logprob
 
 
 def from_logits(hidden, weight, bias, down, up, temperature, target):
