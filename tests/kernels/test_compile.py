@@ -168,6 +168,17 @@ def test_opcheck_of_every_operator_that_is_called(function: Callable[..., Any]) 
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_opcheck_where_a_factor_is_frozen(frozen: str) -> None:
+    given = inputs(13)
+    given[frozen] = given[frozen].detach()
+    with Operators() as seen:
+        linear_logprob(given["hidden"], given["weight"], given["target"]).logprob.sum().backward()
+    operator, arguments = seen.calls[1]
+    torch.library.opcheck(operator, tree_map_only(Tensor, torch.detach, arguments))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 def test_opcheck_of_a_main_gradient() -> None:
     given = inputs(13)
     with Operators() as seen:
