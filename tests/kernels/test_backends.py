@@ -130,6 +130,21 @@ def test_without_gradients_auto_writes_no_logits() -> None:
     assert plan(rounded, "auto", None, graph=False, ranked=False)["backend"] == "triton"
 
 
+@pytest.mark.parametrize("asked", [{"outputs": ("top1",)}, {"outputs": ("rank",)}, {"top_k": 1}], ids=str)
+def test_what_is_ranked_auto_does_not_leave_to_a_kernel_without_tiles(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU "auto" remains until the plan; here it is made to."""
+    module = importlib.import_module("burnish.kernels.linear_logprob")
+    monkeypatch.setattr(module, "choose_backend", lambda who, backend, like: backend)
+    case = on_device(in_dtype(CASES["plain"], torch.float32))
+    with torch.no_grad():
+        found, expected = (logprobs(case, **asked, backend=backend) for backend in ("auto", "reference"))
+    assert found.top1 is None or torch.equal(found.top1, expected.top1)
+    assert found.rank is None or torch.equal(found.rank, expected.rank)
+    assert found.top_k is None or torch.equal(found.top_k.ids, expected.top_k.ids)
+
+
 def test_ranks_need_tiles() -> None:
     case = on_device(in_dtype(CASES["plain"], torch.float32))
     with pytest.raises(ValueError, match="backend='fused' sees no tile of logits to rank"):

@@ -1,6 +1,7 @@
 """What backward leaves out and where it adds: rows without a gradient, a budget of logits, a main gradient."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from burnish.kernels import Head, linear_logprob, passes
 from heads import CASES, EXTRAS, in_dtype, leaves, logprobs, total
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 SPARSE = ["plain", "everything", "more_of_everything", "exact_tiles"]
@@ -90,6 +92,16 @@ def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPa
         assert all(torch.equal(grads[name], first[name]) for name in first)
     # Three tiles forward, two products each backward, and those tiles again that were not kept: never all are.
     assert counts == [3 + 6 + 3, 3 + 6 + 2, 3 + 6 + 1]
+
+
+@pytest.mark.parametrize(("memory", "kept"), [(2**34, 2**29), (2**40, 2**32)], ids=["16 GiB", "1 TiB"])
+def test_by_default_a_gpu_keeps_a_thirty_second_of_its_memory_and_at_most_4_gib(
+    memory: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    with FakeTensorMode():
+        hidden = torch.empty(1024, 8, dtype=torch.bfloat16, device="cuda")
+        assert passes.allocate_kept(hidden, 2**24, 256, torch.bfloat16, None, 0).nbytes == kept
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

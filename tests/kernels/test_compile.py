@@ -31,7 +31,7 @@ def more_logprobs(hidden, weight, bias, down, up, temperature, target):
 
 
 def gathered(hidden, weight, bias, down, up, temperature, target):
-    return linear_logprob(hidden, Head(weight, bias), torch.stack((target, target // 2), 1)).logprob
+    return linear_logprob(hidden, weight, torch.stack((target, target // 2), 1)).logprob
 
 
 def from_logits(hidden, weight, bias, down, up, temperature, target):
@@ -165,6 +165,17 @@ def test_opcheck_of_every_operator_that_is_called(function: Callable[..., Any]) 
     trained = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), forward[1])
     torch.library.opcheck(forward[0], trained)
     torch.library.opcheck(backward[0], tree_map_only(Tensor, torch.detach, backward[1]))
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_opcheck_where_a_factor_is_frozen(frozen: str) -> None:
+    given = inputs(13)
+    given[frozen] = given[frozen].detach()
+    with Operators() as seen:
+        linear_logprob(given["hidden"], given["weight"], given["target"]).logprob.sum().backward()
+    operator, arguments = seen.calls[1]
+    torch.library.opcheck(operator, tree_map_only(Tensor, torch.detach, arguments))
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself

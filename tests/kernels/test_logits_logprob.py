@@ -36,7 +36,7 @@ def forbidden() -> Tensor:
 
 CASES = {
     "temperature_per_token": problem(),
-    "temperature": problem(temperature=0.6),
+    "temperature": problem(temperature=2.0),
     "plain": problem(temperature=1.0),
     "padded": problem(vocab=100, target=torch.arange(63)),
     "target_in_the_last_column": problem(target=torch.full((63,), 106)),
@@ -135,6 +135,14 @@ def test_only_the_gradient_is_as_large_as_the_logits() -> None:
     assert sizes[-2] <= 4 * 1000 + 16 * 500
 
 
+def test_a_row_may_be_longer_than_all_that_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = measure(logits_logprob, in_dtype(CASES["more_outputs"], torch.float64))
+    monkeypatch.setattr(module, "LOGITS_AT_ONCE", 106)
+    found = measure(logits_logprob, in_dtype(CASES["more_outputs"], torch.float64))
+    for name, truth in expected.items():
+        torch.testing.assert_close(found[name], truth)
+
+
 def test_the_given_logits_stay_as_they_are() -> None:
     case = in_dtype(CASES["temperature_per_token"], torch.float32)
     before = case["logits"].detach().clone()
@@ -163,6 +171,7 @@ def test_fullgraph_compile() -> None:
         ({"target": torch.tensor([0, 107, 5])}, IndexError, r"in \[0, 107\), got 107 \(1 of 3 are outside\)"),
         ({"target": torch.tensor([0, 105, 5]), "vocab": 100}, IndexError, r"in \[0, 100\), got 105"),
         ({"target": torch.tensor([0, 1])}, ValueError, r"target must be \[3\], got \[2\]"),
+        ({"target": torch.zeros(3, 2, 1, dtype=torch.int64)}, ValueError, r"target must be \[3, 2\], got \[3, 2, 1\]"),
         ({"logits": torch.zeros(3)}, ValueError, r"logits must be \[N, V\], got \[3\]"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive and finite, got -1.0"),
         ({"temperature": torch.ones(1)}, ValueError, r"temperature must be \[3\], got \[1\]"),

@@ -10,7 +10,7 @@ import tensor_cores
 import torch
 from burnish.kernels import passes
 from grids import grid
-from heads import CASES, assert_as_good_as_the_reference
+from heads import CASES, assert_as_good_as_the_reference, in_dtype, logprobs
 from torch import Tensor
 
 triton_softmax = pytest.importorskip("burnish.kernels.triton_softmax", reason="needs triton", exc_type=ImportError)
@@ -48,3 +48,24 @@ def test_one_per_cent_is_more_than_a_rounding(case: str, field: str, monkeypatch
     monkeypatch.setattr(triton_softmax, "backward_tile_", wrong)
     with pytest.raises(AssertionError, match="d_"):
         assert_as_good_as_the_reference(some_rows(case, 0), torch.float16, "triton", "of 16 bits")
+
+
+@pytest.mark.parametrize("arriving", [0.0, torch.inf])
+def test_a_gradient_of_nothing_or_of_infinity_goes_through(arriving: float) -> None:
+    """What arrives from a loss whose scale has overflowed: the optimizer is to see it and skip the step."""
+    case = in_dtype(some_rows("plain", 0), torch.float16)
+    logprob = logprobs(case, backend="torch").logprob
+    logprob.backward(torch.full_like(logprob, arriving))
+    for name in ("hidden", "weight"):
+        assert (case[name].grad == 0).all() if arriving == 0 else not case[name].grad.isfinite().any(), name
+
+
+def test_a_small_scale_of_the_logits_does_not_vanish() -> None:
+    """The same logits of a weight that is larger by a power of 2, which is exact."""
+    plain, scaled = (some_rows("plain", 0) for _ in range(2))
+    scaled |= {"weight": scaled["weight"] * 2.0**10, "scale": 2.0**-10}
+    gradients = []
+    for case in (in_dtype(plain, torch.float16), in_dtype(scaled, torch.float16)):
+        logprobs(case, backend="torch").logprob.sum().backward()
+        gradients.append(case["hidden"].grad)
+    assert torch.equal(*gradients)

@@ -70,10 +70,10 @@ CASES = {
     "rising_over_the_vocabulary": head(63, 20, 100, bias=torch.arange(100, dtype=torch.float64) * 3),
     "target_in_the_last_column": head(63, 20, 100, target=torch.full((63,), 99)),
     "bias": head(63, 20, 100, bias=lambda normal: normal(100)),
-    "temperature": head(63, 20, 100, temperature=0.6),
+    "temperature": head(63, 20, 100, temperature=2.0),
     "temperature_per_token": head(63, 20, 100, temperature=lambda normal: normal(63).exp()),
     "softcap": head(63, 20, 100, softcap=3.0),
-    "scale": head(63, 20, 100, scale=0.25),
+    "scale": head(63, 20, 100, scale=2.0),
     "adapter": head(63, 20, 100, adapter=lora(20, 100)),
     "padded_vocabulary": head(63, 20, 107, vocab=100, target=torch.arange(63)),
     "everything": head(

@@ -13,6 +13,9 @@ SPLIT = {
     "everything": CASES["everything"] | {"outputs": (*EXTRAS, "top1", "rank"), "top_k": 3},
     "several": CASES["more_of_everything"],
     "a_shard_without_a_possible_token": head(63, 20, 100, bias=FORBIDDEN, target=torch.arange(63) % 40 + 60),
+    "shards_of_padding": head(
+        63, 20, 100, vocab=41, target=torch.arange(63) % 41, outputs=(*EXTRAS, "top1", "rank"), top_k=3
+    ),
 }
 
 
