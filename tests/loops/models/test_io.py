@@ -12,7 +12,7 @@ from burnish.loops.models.io import load_classifier, load_model, load_tokenizer,
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer
 from burnish.loops.train.optimizers import make_optimizer
-from peft import AutoPeftModelForCausalLM
+from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from tiny import FAMILIES, make_examples, make_model
 from tiny import save_model as save_tiny_model
@@ -133,7 +133,8 @@ def test_an_adapter_names_its_base_model_by_a_path_that_other_directories_know(s
     policy = Policy(load_model(config(start.name, lora=Lora(r=2))))
     save_model(policy, load_tokenizer(config(start.name)), tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert AutoPeftModelForCausalLM.from_pretrained("adapter").peft_config["default"].r == 2
+    base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained("adapter").base_model_name_or_path)
+    assert PeftModel.from_pretrained(base, "adapter").peft_config["default"].r == 2
 
 
 def test_a_policy_with_a_head_of_random_weights_is_refused(start, tmp_path):
