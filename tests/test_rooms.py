@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 # The goals are 9,500 lines of loops/ and 170 types for what there was before sharding, optimizers, recipes of objects
 # and data of TRL's forms came (11,800 and 187): lower these two numbers whenever it can be done.
 # The latest: 56 lines of loops/ refuse what was trained wrongly without a word, 2 of data/ an endless dataset.
-LINES = {"objectives": 2284, "kernels": 2972, "data": 2440, "loops": 15909, "benchmarks": 2546}
+LINES = {"objectives": 2284, "kernels": 2972, "data": 2440, "loops": 15910, "benchmarks": 2546}
 TYPES = 187
 SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
 

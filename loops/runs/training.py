@@ -79,6 +79,7 @@ class Training:
         parts = {"optimizer": optimizer, "schedule": schedule, **self.observers}
         self.state = {"accelerator": context.accelerator, "policy": policy, "parts": parts}
         self.state["data"], *held_out = (digest(each) for each in (context.data, context.eval_data) if each is not None)
+        meet()  # a rank that has ended is named there
         if len(set(gather_object([(self.state["data"], *held_out)]))) > 1:
             raise ValueError(
                 "data: the rows differ between ranks, so that some would be trained on twice and others never; give "
