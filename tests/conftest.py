@@ -48,6 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
             f"tests: the interpreter of triton {version('triton')} makes an integer of an array of one, "
             f"for which numpy must be < 2.4, got {version('numpy')}; pip install 'numpy<2.4'"
         )
+    config.pluginmanager.register(PlainFolders())
     if not hasattr(config, "workerinput"):
         hold_temporary_files(config)
     if config.option.markexpr == "not slow" and all("::" in argument for argument in config.args):
@@ -58,6 +59,19 @@ def pytest_configure(config: pytest.Config) -> None:
         import cpu_times
 
         config.pluginmanager.register(cpu_times.Recorder(config.getoption("cpu_times")))
+
+
+class PlainFolders:
+    """Collect every folder as a folder, never as a package.
+
+    The root of the checkout is the package ``burnish``. pytest would import its ``__init__.py`` by the name of the folder,
+    which fails in a folder whose name is no identifier, and imports a second copy elsewhere.
+    A conftest's own hooks are not asked for the folders above it, so this one is registered.
+    """
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collect_directory(self, path: Path, parent: pytest.Collector) -> pytest.Collector:
+        return pytest.Dir.from_parent(parent, path=path)
 
 
 def hold_temporary_files(config: pytest.Config) -> None:
