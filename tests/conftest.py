@@ -64,8 +64,8 @@ def pytest_configure(config: pytest.Config) -> None:
 class PlainFolders:
     """Collect every folder as a folder, never as a package.
 
-    The root of the checkout is the package ``burnish``. pytest would import its ``__init__.py`` by the name of the folder,
-    which fails in a folder whose name is no identifier, and imports a second copy elsewhere.
+    The root of the checkout is the package ``burnish``. pytest would import its ``__init__.py`` by the folder's name:
+    that fails where the name is no identifier, and makes a second copy of the package elsewhere.
     A conftest's own hooks are not asked for the folders above it, so this one is registered.
     """
 

@@ -149,9 +149,9 @@ class RolloutBuffer:
         process: Any = accelerator or PartialState()
         plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
         content = repr((plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples]))
-        checksums, rewards = zip(*gather_object([(crc32(content.encode()), self.scores.total.tolist())]), strict=True)
+        checksums, rewards = zip(*gather_object([(crc32(content.encode()), self.reward.tolist())]), strict=True)
         alike = len(set(checksums)) == 1
-        if alike and self.samples:  # reward models may round otherwise on each rank
+        if alike and len(self):  # reward models may round otherwise on each rank
             scores = torch.tensor(rewards).nan_to_num()
             alike = bool((scores - scores[0]).abs().max() <= 0.01 * scores.abs().max())
         if not alike:

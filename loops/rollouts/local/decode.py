@@ -85,8 +85,7 @@ class ModelRunner:
         plain, fused = self.policy.plain, self.policy.fused
         body = plain.base_model if fused else plain
         if cache is not None:
-            accepted = inspect.signature(type(body).forward).parameters
-            inputs[next((name for name in _CACHES if name in accepted), "past_key_values")] = cache
+            inputs[_cache_name(type(body))] = cache
         output = body(**inputs)
         # A head that can't be fused is not a known function of the hidden states: keep its logits instead.
         states: Tensor = output.last_hidden_state if fused else output.logits
@@ -97,6 +96,12 @@ class ModelRunner:
         """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
         logits = self.policy.logits(states) if self.policy.fused else states
         return logits[:, : self.vocab]
+
+
+def _cache_name(model: type[Any]) -> str:
+    """The argument of this model's forward pass that takes its cache."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in accepted), "past_key_values")
 
 
 def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
