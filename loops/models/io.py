@@ -144,12 +144,18 @@ def load_model(
     return model.train()  # type: ignore[no-any-return]
 
 
-def read_model(auto: Any, name: str, *, new_head: bool = False, **options: Any) -> Any:
-    """Raises ValueError if a weight of the model is in no file, unless its head is new."""
+def read_model(
+    auto: Any, name: str, *, new_head: bool = False, wanted: str = "a causal language model", **options: Any
+) -> Any:
+    """A model of `transformers` from its files.
+
+    Raises:
+        ValueError: if one of its weights is in no file, unless its head is new; says what kind was ``wanted``.
+    """
     model, loaded = auto.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(name for name, _ in model.named_parameters() if name in loaded["missing_keys"])
     if missing and not new_head:
-        raise ValueError(f"{missing[0]} is in none of its files, and would be random; wanted a causal language model")
+        raise ValueError(f"{missing[0]} is in none of its files, and would be random; wanted {wanted}")
     return model
 
 

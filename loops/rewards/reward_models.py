@@ -4,14 +4,20 @@ They read the policy's sampled tokens, because tokenizing text again may give ot
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from ...data import Example, vocabulary_differences
 from ...objectives import step_aggregate
 from ..batch import collate
+from ..models.io import read_model
 from ..models.scorer import Scorer, ends_marked, scores
 from ..registry import blaming
 from ..rollouts.sample import Row, Sample
@@ -33,13 +39,13 @@ class RewardModel:
         micro_tokens: tokens that one forward pass computes at most, unless one completion alone has more.
 
     Raises:
-        ValueError: if its tokens are not the policy's, or it has no head of one output.
+        ValueError: if its tokens are not the policy's, if it is no reward model, or if its head is in no file.
     """
 
     over, concurrency = "group", 1
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, device: str = DEVICE, micro_tokens: int = 8192) -> None:
-        self.scorer, _ = load_scorer("reward_model", AutoModelForSequenceClassification, model, tokenizer, device)
+        self.scorer, _ = load_scorer("reward_model", model, tokenizer, device)
         self.micro_tokens = micro_tokens
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
@@ -81,7 +87,7 @@ class ProcessRewardModel:
         device: str = DEVICE,
         how: Literal["min", "prod", "last", "mean"] = "min",
     ) -> None:
-        loaded = load_scorer("prm", AutoModelForTokenClassification, model, tokenizer, device)
+        loaded = load_scorer("prm", model, tokenizer, device)
         self.scorer, self.model_tokenizer = loaded
         self.tokenizer, self.how = tokenizer, how
 
@@ -113,11 +119,35 @@ class ProcessRewardModel:
         return completion, ends
 
 
-def load_scorer(who: str, kind: Any, model: str, tokenizer: Tokenizer, device: str) -> tuple[Scorer, Tokenizer]:
-    """The model and its tokenizer; ValueError at the first token of the policy that it reads as another one, or does
-    not know."""
-    with blaming(f"reward model {model}"):
-        loaded, model_tokenizer = kind.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+class Judge(NamedTuple):
+    """What `transformers` calls a kind of reward model, and what it scores."""
+
+    auto: Any
+    architecture: str
+    scores: str
+
+
+JUDGES = {
+    "reward_model": Judge(AutoModelForSequenceClassification, "ForSequenceClassification", "whole completions"),
+    "prm": Judge(AutoModelForTokenClassification, "ForTokenClassification", "their steps"),
+}
+
+
+def load_scorer(
+    who: Literal["reward_model", "prm"], model: str, tokenizer: Tokenizer, device: str
+) -> tuple[Scorer, Tokenizer]:
+    """The model and its tokenizer.
+
+    Raises:
+        ValueError: if the model is of the other kind, if its head is in none of its files, or at the first token of
+            the policy that it reads as another one, or does not know.
+    """
+    judge = JUDGES[who]
+    with blaming(f"{who}: {model}"):
+        _refuse_other_kind(who, AutoConfig.from_pretrained(model))
+        wanted = f"a model that scores {judge.scores}, a ...{judge.architecture} of transformers"
+        loaded = read_model(judge.auto, model, wanted=wanted)
+        model_tokenizer = AutoTokenizer.from_pretrained(model)
     for index, token, other in vocabulary_differences(tokenizer, model_tokenizer):
         there = "does not exist" if other is None else f"is {other!r}"
         raise ValueError(
@@ -128,3 +158,14 @@ def load_scorer(who: str, kind: Any, model: str, tokenizer: Tokenizer, device: s
     # In bfloat16 the scores of a group are often equal.
     scorer.head.to(torch.promote_types(next(scorer.head.parameters()).dtype, torch.float32))
     return scorer, model_tokenizer
+
+
+def _refuse_other_kind(who: str, config: Any) -> None:
+    """Both kinds may have heads of one name and shape: then `transformers` loads either as the other."""
+    for saved in getattr(config, "architectures", None) or ():
+        for other, judge in JUDGES.items():
+            if other != who and saved.endswith(judge.architecture):
+                raise ValueError(
+                    f"it is a {saved}, which scores {judge.scores}, and {who} needs one that scores "
+                    f"{JUDGES[who].scores}; name it as {other}: {{model: ...}}"
+                )

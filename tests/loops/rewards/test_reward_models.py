@@ -182,3 +182,24 @@ def test_a_model_that_is_no_judge_is_refused(directory):
     model = AutoModelForCausalLM.from_pretrained(directory)
     with pytest.raises(ValueError, match="no linear head of one or two outputs"):
         Scorer(model)
+
+
+@pytest.mark.parametrize(("kind", "where"), [("reward_model", "whole completions"), ("prm", "their steps")])
+def test_a_causal_model_is_no_judge_of_either_kind(kind, where, directory, tokenizer):
+    """Its head would be random, and the policy would be trained on noise."""
+    says = rf"{kind}: .*score\.(weight|bias) is in none of its files, .*; wanted a model that scores {where}"
+    with pytest.raises(ValueError, match=says):
+        resolve_rewards({kind: {"model": str(directory), "device": "cpu"}}, tokenizer=tokenizer)
+
+
+def test_the_two_kinds_of_judges_are_not_taken_for_each_other(judge, tmp_path, tokenizer):
+    """A head of one output has the same name and shape in both."""
+    make_classifier("TOKEN_CLS", labels=1).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    for kind, model, is_one, other in (
+        ("prm", judge, "LlamaForSequenceClassification, which scores whole completions", "reward_model"),
+        ("reward_model", str(tmp_path), "LlamaForTokenClassification, which scores their steps", "prm"),
+    ):
+        says = rf"{kind}: .*it is a {is_one}.*; name it as {other}"
+        with pytest.raises(ValueError, match=says):
+            resolve_rewards({kind: {"model": model, "device": "cpu"}}, tokenizer=tokenizer)
