@@ -4,6 +4,10 @@ Each takes tensors and keyword hyper-parameters and returns ``(loss, stats)``, u
 or pair. The caller weighs, sums and divides, once, over the whole batch. Nothing here knows of models, padding,
 devices or ranks.
 
+What is constant in a loss (log-probs of a reference or a sampler, advantages, labels) is refused if it requires grad
+while the policy's log-probs do not: the arguments are swapped. Losses have the dtype of their arguments. Sum log-probs
+in float32: in bfloat16, −500 nats are known to 2 nats. float16 is refused, since ratios and squares overflow in it.
+
     supervised       tokens that should become likely
     sequence         from tokens to whole completions
     preference       pairs of completions, against a reference policy

@@ -21,7 +21,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from .types import FlatTokens, IntPerSequence, PerSequence, SequenceIds, Share, Stats, require, same_shape, within
+from .types import (
+    FlatTokens,
+    IntPerSequence,
+    PerSequence,
+    SequenceIds,
+    Share,
+    Stats,
+    flat,
+    one_per,
+    require,
+    same_shape,
+    within,
+)
 
 
 @torch.no_grad()
@@ -131,7 +143,8 @@ def whiten(x: Float[Tensor, " units"], *, eps: float = 1e-4) -> Float[Tensor, " 
 
     PPO's whitened rewards keep their mean: add it back. An ε of 1e-4 is TRL's.
     """
-    _check("whiten", x)
+    flat("whiten", x=x)
+    _check_values("whiten", x)
     deviation, std, _ = _spread(x, torch.zeros_like(x, dtype=torch.int64))
     return _ratio("whiten", deviation, std, eps)
 
@@ -255,12 +268,17 @@ def group_stats(reward: PerSequence, group: IntPerSequence) -> Stats:
 
 def _check(who: str, reward: Tensor, **others: Tensor) -> None:
     same_shape(who, reward=reward, **others)
+    one_per(who, "completion", reward=reward)
+    _check_values(who, reward)
+
+
+def _check_values(who: str, reward: Tensor) -> None:
     require(who, reward.is_floating_point(), "values must be floats, got {}; convert them, .double()", reward.dtype)
     require(who, not bool(reward.isinf().any()), "values must be finite, or NaN where there is none, got inf")
 
 
 def _check_rewards(who: str, reward: Tensor, weight: Tensor) -> None:
-    _check(who, reward)
+    _check_values(who, reward)
     require(
         who,
         reward.dim() == 2 and weight.shape == reward.shape[1:],

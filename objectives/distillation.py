@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .numerics import log_remainder
 from .sequence import sequence_length
-from .types import FlatTokens, PerToken, SequenceIds, Share, Stats, require, same_shape, within
+from .types import FlatTokens, PerToken, SequenceIds, Share, Stats, check_roles, flat, require, same_shape, within
 
 Distributions = Float[Tensor, "*tokens vocabulary"]
 
@@ -33,6 +33,7 @@ def forward_kl(logp: Distributions, teacher_logp: Distributions) -> tuple[PerTok
     Paper: Hinton et al. 2015, arXiv:1503.02531.
     """
     same_shape("forward_kl", logp=logp, teacher_logp=teacher_logp)
+    check_roles("forward_kl", {"logp": logp}, teacher_logp=teacher_logp)
     return _kl(teacher_logp, logp), {}
 
 
@@ -44,6 +45,7 @@ def reverse_kl(logp: Distributions, teacher_logp: Distributions) -> tuple[PerTok
     Paper: Gu et al. 2023 (MiniLLM), arXiv:2306.08543; per token: Agarwal et al. 2023, arXiv:2306.13649.
     """
     same_shape("reverse_kl", logp=logp, teacher_logp=teacher_logp)
+    check_roles("reverse_kl", {"logp": logp}, teacher_logp=teacher_logp)
     return _kl(logp, teacher_logp), {}
 
 
@@ -61,6 +63,7 @@ def generalized_jsd(logp: Distributions, teacher_logp: Distributions, *, beta: f
     Paper: Agarwal et al. 2023 (GKD), arXiv:2306.13649, Eq. 1.
     """
     same_shape("generalized_jsd", logp=logp, teacher_logp=teacher_logp)
+    check_roles("generalized_jsd", {"logp": logp}, teacher_logp=teacher_logp)
     within("generalized_jsd", Share, beta=beta)
     if beta == 0:
         return forward_kl(logp, teacher_logp)
@@ -81,6 +84,7 @@ def skew_forward_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: 
     Paper: Ko et al. 2024 (DistiLLM), arXiv:2402.03898.
     """
     same_shape("skew_forward_kl", logp=logp, teacher_logp=teacher_logp)
+    check_roles("skew_forward_kl", {"logp": logp}, teacher_logp=teacher_logp)
     _check_alpha("skew_forward_kl", alpha)
     return _kl(teacher_logp, _mixture(teacher_logp, logp, alpha)), {}
 
@@ -96,6 +100,7 @@ def skew_reverse_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: 
     Paper: Ko et al. 2024 (DistiLLM), arXiv:2402.03898.
     """
     same_shape("skew_reverse_kl", logp=logp, teacher_logp=teacher_logp)
+    check_roles("skew_reverse_kl", {"logp": logp}, teacher_logp=teacher_logp)
     _check_alpha("skew_reverse_kl", alpha)
     return _kl(logp, _mixture(logp, teacher_logp, alpha)), {}
 
@@ -127,6 +132,7 @@ def sampled_reverse_kl(logp: PerToken, teacher_logp: PerToken) -> tuple[PerToken
     Paper: Gu et al. 2023 (MiniLLM), arXiv:2306.08543, the single step of its Eq. 3 by sampling.
     """
     same_shape("sampled_reverse_kl", logp=logp, teacher_logp=teacher_logp)
+    check_roles("sampled_reverse_kl", {"logp": logp}, teacher_logp=teacher_logp)
     log_ratio = (logp - teacher_logp).detach()
     return log_ratio * logp, {"reverse_kl": log_ratio}
 
@@ -158,6 +164,8 @@ def minillm(
     Paper: Gu et al. 2023, arXiv:2306.08543, Eq. 7. Its pretraining loss is another term of the mix.
     """
     same_shape("minillm", divergence=divergence, logp=logp, teacher_logp=teacher_logp, sequence=sequence)
+    flat("minillm", logp=logp)
+    check_roles("minillm", {"divergence": divergence, "logp": logp}, teacher_logp=teacher_logp)
     require("minillm", 0 <= alpha < 1, "alpha must be in [0, 1), got {}", alpha)
     reward = (teacher_logp - logp).detach()
     ratio = reward.exp().clamp(max=torch.finfo(reward.dtype).max)  # 0 · inf is no number

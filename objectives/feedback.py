@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from .types import PerSequence, Positive, Stats, require, same_shape, within
+from .types import PerSequence, Positive, Stats, check_roles, one_per, require, same_shape, within
 
 
 def kto(
@@ -115,6 +115,8 @@ def _signed_reward(
 ) -> tuple[Tensor, Stats]:
     """s (βr − shift), positive where reward and label agree, and the statistics, after the checks all share."""
     same_shape(who, logp=logp, ref_logp=ref_logp, desirable=desirable)
+    one_per(who, "completion", logp=logp)
+    check_roles(who, {"logp": logp}, ref_logp=ref_logp)
     require(who, desirable.dtype == torch.bool, "desirable must be a Bool tensor, got {}", desirable.dtype)
     within(who, Positive, beta=beta)
     reward = beta * (logp - ref_logp)

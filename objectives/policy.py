@@ -43,6 +43,9 @@ from .types import (
     SequenceIds,
     Share,
     Stats,
+    check_roles,
+    flat,
+    one_per,
     require,
     same_shape,
     within,
@@ -59,6 +62,7 @@ def reinforce(logp: PerToken, advantage: PerToken) -> tuple[PerToken, Stats]:
     Paper: Williams 1992; of whole completions: RLOO, Ahmadian et al. 2024, arXiv:2402.14740.
     """
     same_shape("reinforce", logp=logp, advantage=advantage)
+    check_roles("reinforce", {"logp": logp}, advantage=advantage)
     return -advantage * logp, {}
 
 
@@ -72,6 +76,7 @@ def topr(logp: PerToken, old_logp: PerToken, advantage: PerToken) -> tuple[PerTo
     Paper: Le Roux et al. 2025, arXiv:2503.14286.
     """
     same_shape("topr", logp=logp, old_logp=old_logp, advantage=advantage)
+    check_roles("topr", {"logp": logp}, old_logp=old_logp, advantage=advantage)
     ratio = _ratio(logp - old_logp).detach()
     taper = torch.where(advantage < 0, ratio.clamp(max=1), 1.0)
     return -taper * advantage * logp, {"ratio": ratio}
@@ -99,6 +104,7 @@ def clipped_surrogate(
     ratio_cap: Ye et al. 2019, arXiv:1912.09729, and INTELLECT-2, arXiv:2505.07291.
     """
     same_shape("clipped_surrogate", logp=logp, old_logp=old_logp, advantage=advantage)
+    check_roles("clipped_surrogate", {"logp": logp}, old_logp=old_logp, advantage=advantage)
     return _surrogate("clipped_surrogate", logp - old_logp, advantage, clip_low, clip_high, ratio_cap)
 
 
@@ -118,6 +124,7 @@ def dppo(
     Paper: Qi et al. 2026, arXiv:2602.04879.
     """
     same_shape("dppo", logp=logp, old_logp=old_logp, advantage=advantage)
+    check_roles("dppo", {"logp": logp}, old_logp=old_logp, advantage=advantage)
     within("dppo", Bound, clip_low=clip_low, clip_high=clip_high)
     ratio = _ratio(logp - old_logp)
     stats = clip_stats(logp.exp() - old_logp.exp(), advantage, -clip_low, clip_high)
@@ -140,6 +147,7 @@ def cispo(
     Paper: MiniMax-M1 2025, arXiv:2506.13585.
     """
     same_shape("cispo", logp=logp, old_logp=old_logp, advantage=advantage)
+    check_roles("cispo", {"logp": logp}, old_logp=old_logp, advantage=advantage)
     within("cispo", Bound, clip_high=clip_high, clip_low=clip_low)
     ratio = _ratio(logp - old_logp).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -162,6 +170,7 @@ def sapo(
     Paper: Gao et al. 2025, arXiv:2511.20347.
     """
     same_shape("sapo", logp=logp, old_logp=old_logp, advantage=advantage)
+    check_roles("sapo", {"logp": logp}, old_logp=old_logp, advantage=advantage)
     within("sapo", Positive, tau_pos=tau_pos, tau_neg=tau_neg)
     ratio = _ratio(logp - old_logp)
     tau = _by_sign(advantage > 0, ratio, tau_pos, tau_neg)
@@ -187,6 +196,7 @@ def gspo(
     Paper: Zheng et al. 2025, arXiv:2507.18071.
     """
     same_shape("gspo", logp=logp, old_logp=old_logp, sequence=sequence)
+    _check_completions("gspo", logp, old_logp, advantage)
     log_ratio = sequence_mean(logp - old_logp, sequence, advantage.shape[0])
     return _surrogate("gspo", log_ratio, advantage, clip_low, clip_high)
 
@@ -209,6 +219,8 @@ def gspo_token(
     Paper: Zheng et al. 2025, arXiv:2507.18071.
     """
     same_shape("gspo_token", logp=logp, old_logp=old_logp, advantage=advantage, sequence=sequence)
+    flat("gspo_token", logp=logp)
+    check_roles("gspo_token", {"logp": logp}, old_logp=old_logp, advantage=advantage)
     completion = torch.unique_consecutive(sequence, return_inverse=True)[1]
     log_ratio = sequence_mean((logp - old_logp).detach(), completion, logp.shape[0])[completion]
     return _surrogate("gspo_token", log_ratio + (logp - logp.detach()), advantage, clip_low, clip_high)
@@ -237,6 +249,7 @@ def gmpo(
     Paper: Zhao et al. 2025, arXiv:2507.20673.
     """
     same_shape("gmpo", logp=logp, old_logp=old_logp, sequence=sequence)
+    _check_completions("gmpo", logp, old_logp, advantage)
     within("gmpo", Bound, clip_low=clip_low, clip_high=clip_high)
     log_ratio, of_token = logp - old_logp, advantage[sequence]
     clipped = torch.where(of_token > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
@@ -271,6 +284,7 @@ def vespo(
     Paper: Shen et al. 2026, arXiv:2602.10693.
     """
     same_shape("vespo", logp=logp, old_logp=old_logp, sequence=sequence)
+    _check_completions("vespo", logp, old_logp, advantage)
     within("vespo", Positive, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     log_ratio = sequence_sum((logp - old_logp).detach(), sequence, advantage.shape[0])
     k = _by_sign(advantage >= 0, log_ratio, k_pos, k_neg)
@@ -291,6 +305,7 @@ def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: 
     Paper: Schulman et al. 2017, arXiv:1707.06347, has the squared error; the clip is of OpenAI's code for it.
     """
     same_shape("value_loss", value=value, old_value=old_value, target=target)
+    check_roles("value_loss", {"value": value}, old_value=old_value, target=target)
     within("value_loss", Bound, clip=clip)
     error = (value - target).square()
     clipped = (value.clamp(old_value - clip, old_value + clip) - target).square()
@@ -311,6 +326,7 @@ def kl_estimate(logp: PerToken, ref_logp: PerToken, *, kind: Literal["k1", "k2",
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; in GRPO's loss: k3, arXiv:2402.03300.
     """
     same_shape("kl_estimate", logp=logp, ref_logp=ref_logp)
+    check_roles("kl_estimate", {"logp": logp}, ref_logp=ref_logp)
     kl = _kl("kl_estimate", logp - ref_logp, kind)
     return kl, {"kl": kl.detach()}
 
@@ -325,6 +341,7 @@ def corrected_kl_estimate(
     Paper: DeepSeek-V3.2 2025, arXiv:2512.02556, Eq. 7 (k3); TRL's use_bias_correction_kl.
     """
     same_shape("corrected_kl_estimate", logp=logp, old_logp=old_logp, ref_logp=ref_logp)
+    check_roles("corrected_kl_estimate", {"logp": logp}, old_logp=old_logp, ref_logp=ref_logp)
     kl = _ratio(logp - old_logp) * _kl("corrected_kl_estimate", logp - ref_logp, kind)
     return kl, {"kl": kl.detach()}
 
@@ -346,6 +363,13 @@ def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*t
     # torch.quantile's threshold lies between two entropies and keeps the same tokens, but refuses large batches.
     below = entropy.numel() - 1 - int(quantile * (entropy.numel() - 1))
     return entropy >= entropy.flatten().kthvalue(below + 1).values
+
+
+def _check_completions(who: str, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> None:
+    """Check what objectives of whole completions take: flat tokens, and one advantage per completion."""
+    flat(who, logp=logp)
+    one_per(who, "completion", advantage=advantage)
+    check_roles(who, {"logp": logp}, old_logp=old_logp, advantage=advantage)
 
 
 def _surrogate(

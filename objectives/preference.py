@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .numerics import power_score
-from .types import Noise, PerPair, Positive, Range, Stats, require, same_shape, within
+from .types import Noise, PerPair, Positive, Range, Stats, check_roles, one_per, require, same_shape, within
 
 
 def dpo(
@@ -315,8 +315,11 @@ def log_ratios(
 ) -> tuple[Tensor, Tensor, Stats]:
     """a, b and the statistics of the rewards βa and βb, after the checks that all objectives share."""
     same_shape(who, chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
+    one_per(who, "pair", chosen=chosen)
+    check_roles(who, {"chosen": chosen, "rejected": rejected}, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     within(who, Positive, beta=beta)
-    a, b = chosen - ref_chosen, rejected - ref_rejected
+    a = chosen - ref_chosen
+    b = rejected - ref_rejected
     return a, b, reward_stats(beta * a, beta * b)
 
 

@@ -12,10 +12,11 @@ import math
 from typing import Annotated
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from .numerics import log_odds, power_score
 from .preference import logistic, reward_stats
-from .types import Margin, Noise, PerPair, Positive, Range, Stats, require, same_shape, within
+from .types import Margin, Noise, PerPair, Positive, Range, Stats, check_roles, one_per, require, same_shape, within
 
 
 def cpo(chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: Noise = 0.0) -> tuple[PerPair, Stats]:
@@ -30,7 +31,7 @@ def cpo(chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: 
 
     Paper: Xu et al. 2024, arXiv:2401.08417.
     """
-    same_shape("cpo", chosen=chosen, rejected=rejected)
+    _check_pairs("cpo", chosen=chosen, rejected=rejected)
     within("cpo", Positive, beta=beta)
     return logistic("cpo", beta * (chosen - rejected), label_smoothing), reward_stats(beta * chosen, beta * rejected)
 
@@ -48,7 +49,7 @@ def simpo(
 
     Paper: Meng et al. 2024, arXiv:2405.14734.
     """
-    same_shape("simpo", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
+    _check_pairs("simpo", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
     within("simpo", Positive, beta=beta)
     within("simpo", Margin, gamma=gamma)
     x = beta * (mean_chosen - mean_rejected) - gamma
@@ -78,7 +79,7 @@ def alpha_po(
 
     Paper: Gupta et al. 2025, arXiv:2501.03884.
     """
-    same_shape("alpha_po", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
+    _check_pairs("alpha_po", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
     within("alpha_po", Positive, beta=beta)
     within("alpha_po", Margin, gamma=gamma)
     require("alpha_po", -math.inf < alpha < math.inf, "alpha must be finite, got {}", alpha)
@@ -97,6 +98,12 @@ def orpo(mean_chosen: PerPair, mean_rejected: PerPair) -> tuple[PerPair, Stats]:
 
     Paper: Hong et al. 2024, arXiv:2403.07691.
     """
-    same_shape("orpo", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
+    _check_pairs("orpo", mean_chosen=mean_chosen, mean_rejected=mean_rejected)
     log_odds_ratio = log_odds(mean_chosen) - log_odds(mean_rejected)
     return -F.logsigmoid(log_odds_ratio), reward_stats(mean_chosen, mean_rejected)
+
+
+def _check_pairs(who: str, **pairs: Tensor) -> None:
+    same_shape(who, **pairs)
+    one_per(who, "pair", **pairs)
+    check_roles(who, pairs)

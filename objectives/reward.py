@@ -17,7 +17,19 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from .sequence import sequence_length, sequence_mean
-from .types import FlatTokens, IntPerSequence, PerPair, PerSequence, PerToken, SequenceIds, Stats, require, same_shape
+from .types import (
+    FlatTokens,
+    IntPerSequence,
+    PerPair,
+    PerSequence,
+    PerToken,
+    SequenceIds,
+    Stats,
+    check_roles,
+    one_per,
+    require,
+    same_shape,
+)
 
 
 def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 0.0) -> tuple[PerPair, Stats]:
@@ -32,6 +44,8 @@ def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 
     arXiv:2307.09288.
     """
     same_shape("bradley_terry", chosen=chosen, rejected=rejected)
+    one_per("bradley_terry", "pair", chosen=chosen)
+    check_roles("bradley_terry", {"chosen": chosen, "rejected": rejected})
     if isinstance(margin, Tensor):
         same_shape("bradley_terry", chosen=chosen, margin=margin)
     else:
@@ -51,6 +65,8 @@ def centering(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, Stats]:
     Paper: Eisenstein et al. 2023, arXiv:2312.09244, with coefficient 0.01.
     """
     same_shape("centering", chosen=chosen, rejected=rejected)
+    one_per("centering", "pair", chosen=chosen)
+    check_roles("centering", {"chosen": chosen, "rejected": rejected})
     return (chosen + rejected).square(), {}
 
 
@@ -71,6 +87,8 @@ def plackett_luce(score: PerSequence, group: IntPerSequence, rank: IntPerSequenc
     Paper: Plackett 1975; Luce 1959; ties: Breslow 1974.
     """
     same_shape("plackett_luce", score=score, group=group, rank=rank)
+    one_per("plackett_luce", "completion", score=score)
+    check_roles("plackett_luce", {"score": score})
     together = group[:, None] == group
     left = together & (rank >= rank[:, None])
     loss = score.expand(left.shape).masked_fill(~left, -math.inf).logsumexp(1) - score
@@ -87,6 +105,8 @@ def score_regression(score: PerSequence, target: PerSequence) -> tuple[PerSequen
     Paper: Wang et al. 2024 (HelpSteer2), arXiv:2406.08673.
     """
     same_shape("score_regression", score=score, target=target)
+    one_per("score_regression", "completion", score=score)
+    check_roles("score_regression", {"score": score}, target=target)
     error = score - target
     return error.square(), {"mean_reward": score.detach(), "absolute_error": error.detach().abs()}
 
@@ -103,6 +123,7 @@ def step_loss(logit: PerToken, label: PerToken | Bool[Tensor, "*tokens"]) -> tup
     (Math-Shepherd), arXiv:2312.08935.
     """
     same_shape("step_loss", logit=logit, label=label)
+    check_roles("step_loss", {"logit": logit}, label=label)
     y = label.to(logit.dtype)
     loss = -y * F.logsigmoid(logit) - (1 - y) * F.logsigmoid(-logit)
     return loss, {"accuracy": (logit * (y - 0.5) > 0).to(loss.dtype)}

@@ -7,7 +7,7 @@ token has sum 0, mean 0 and weight 1, and passes no gradient.
 
 import torch
 
-from .types import FlatTokens, IntPerSequence, PerSequence, SequenceIds, Share, same_shape, within
+from .types import FlatTokens, IntPerSequence, PerSequence, SequenceIds, Share, flat, same_shape, within
 
 
 def sequence_length(sequence: SequenceIds, sequences: int) -> IntPerSequence:
@@ -18,6 +18,7 @@ def sequence_length(sequence: SequenceIds, sequences: int) -> IntPerSequence:
 def sequence_sum(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
     """Σ_t x_t over each sequence; of log-probabilities, log π(y|x) of the whole completion."""
     same_shape("sequence_sum", x=x, sequence=sequence)
+    flat("sequence_sum", x=x)
     # Token after token, a float32 sum over a completion of hundreds loses digits that a ratio of policies would show.
     exact = torch.float32 if x.device.type == "mps" else torch.float64
     return x.new_zeros(sequences, dtype=exact).index_add(0, sequence, x.to(exact)).to(x.dtype)
@@ -26,6 +27,7 @@ def sequence_sum(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSeq
 def sequence_mean(x: FlatTokens, sequence: SequenceIds, sequences: int) -> PerSequence:
     """(1/|y|) Σ_t x_t over each sequence."""
     same_shape("sequence_mean", x=x, sequence=sequence)
+    flat("sequence_mean", x=x)
     return sequence_sum(x, sequence, sequences) / sequence_length(sequence, sequences).clamp(min=1)
 
 
