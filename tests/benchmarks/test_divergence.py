@@ -58,7 +58,8 @@ def test_another_divergence_and_a_lost_gradient_are_told_apart(bench, register):
     other = register("other", lambda hs, ws, ht, wt, *, beta: naive(hs, ws, ht, wt, (), beta=1 - beta)[0])
     frozen = register("frozen", lambda hs, ws, ht, wt, *, beta: naive(hs, ws.detach(), ht, wt, (), beta=beta)[0])
     report = bench("--providers", other, frozen, "--passes", "train", "--beta", "0", benchmark="divergence")
-    assert rows(report)[other]["reason"].startswith("d_student_hidden is off by")
+    reason = rows(report)[other]["reason"]  # of the two gradients the worse one is named, which processors differ in
+    assert reason.startswith(("d_student_hidden is off by", "d_student_weight is off by"))
     assert rows(report)[other]["errors"]["divergence"] > 1
     assert rows(report)[frozen]["reason"] == "d_student_weight is missing"
     assert report["status"] == 1  # none was measured
