@@ -142,8 +142,8 @@ def assert_as_good_as_the_reference(
 ) -> None:
     """Error against float64 at most twice the definition's own in the same precision, plus 1e-6 of the divergence.
 
-    Each gradient subtracts the divergence, p (log p/q − KL), which is kept in float32. The float32 numbers beside 12 nats
-    are 1e-6 apart: the definition's own error may be far below that by luck, and was on some processors.
+    Each gradient subtracts the divergence, p (log p/q − KL), which is kept in float32. Float32 numbers beside 12 nats
+    lie 1e-6 apart: the definition's own error may be far below that by luck, and was on some processors.
 
     Where the factors of a product are of 16 bits, as on a GPU, so is dc, and the measure is what is ``usual`` there.
     """
