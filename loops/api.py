@@ -13,9 +13,10 @@ optimizer, a teacher or a tracker may hold the object itself:
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec
 
+from .config import Lora
 from .recipes import opener
 from .recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, RLOO, SFT, Distill, OnlineDPO, Reward
 from .registry import build
@@ -31,6 +32,8 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
         values = inspect.signature(settings).bind_partial(*args).arguments | kwargs
+        if isinstance(lora := values.get("lora"), Mapping) and (complaint := Lora.complaint(lora)):
+            raise ValueError(f"{name}: {complaint}")
         opened: Training = opener(name)(build(name, settings, values))
         return opened
 

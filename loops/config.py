@@ -6,9 +6,9 @@ From Python, a field that names something may hold the object itself.
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -74,6 +74,10 @@ class Settings:
 
 
 _hints = cache(get_type_hints)
+
+
+def _default(each: "Field[Any]") -> Any:
+    return each.default_factory() if each.default_factory is not MISSING else each.default
 
 
 def range_complaint(value: Any, hint: Any) -> str | None:
@@ -161,6 +165,34 @@ class Lora(Settings):
     """Further fields of peft's LoraConfig, such as {rank_pattern: {q_proj: 32}}."""
     path: str | None = None
     """Directory of an adapter to continue training, instead of a new one; it has its own rank and settings."""
+
+    def __post_init__(self) -> None:
+        """Refuse settings of new adapters where none are made.
+
+        Raises:
+            ValueError: names them, and what they need.
+        """
+        super().__post_init__()
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != _default(each)]
+        if not self.enabled and (complaint := self.complaint(changed)):
+            raise ValueError(complaint)
+        own = [name for name in changed if name not in ("r", "path")]
+        if self.path is not None and own:
+            raise ValueError(
+                f"lora.{own[0]}: the adapter in {self.path} has its own; leave it out, or lora.path for a new one"
+            )
+
+    @classmethod
+    def complaint(cls, given: Collection[str]) -> str:
+        """Say what is wrong with giving these fields and no others, or nothing."""
+        names = [str(name) for name in given]
+        unknown = {*names} - {each.name for each in fields(cls)}  # told by name, and may mean the rank
+        if not names or unknown or {"r", "path"} & {*names}:
+            return ""
+        return (
+            f"lora.{names[0]}: without lora.r there are no adapters, and the whole model is trained; set "
+            "lora.r, such as 16, or leave lora out"
+        )
 
     @property
     def enabled(self) -> bool:

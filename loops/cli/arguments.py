@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from ..config import OfflineConfig, kinds, range_complaint, wording
+from ..config import Lora, OfflineConfig, kinds, range_complaint, wording
 from ..registry import nearest
 from .trl import flattened, loaded, messages, read, read_files, split_flags
 
@@ -42,6 +42,9 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
     if os.environ.get("RANK", "0") == "0" and not translation.refused:
         for message in messages(translation):
             _log.warning("TRL: %s", message)
+    given = [name for name, _ in _settings(translated, left)]
+    if complaint := Lora.complaint([name.removeprefix("lora.") for name in given if name.startswith("lora.")]):
+        translation.refused["lora"] = complaint
     # jsonargparse lets the later of two settings win.
     files_first = sorted(split_flags(left), key=lambda flag: flag[0] != "config")
     parsed: Any = None
@@ -102,14 +105,7 @@ def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
 
 def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each wrong setting with its mistake, and the missing fields."""
-    flags = [flag for flag in split_flags(arguments) if flag[0] not in ("config", "print_config")]
-    files = [values[0] for name, values, _ in split_flags(arguments) if name == "config" and values]
-    settings: list[tuple[str, list[str]]] = []
-    with contextlib.suppress(ValueError):  # a file that can't be read is refused already
-        settings += [(name, [_flag(name, value)]) for name, value in flattened(translated or read_files(files)).items()]
-    for name, values, tokens in flags:
-        group = flattened({name: loaded(" ".join(values))})
-        settings += [(key, tokens if key == name else [_flag(key, value)]) for key, value in group.items()]
+    settings = _settings(translated, arguments)
     for name, tokens in settings:
         if complaint := _complaint(parser, name.rstrip("+"), tokens):
             yield name, complaint
@@ -120,6 +116,19 @@ def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[st
     ]
     if missing := [f"--{name}" for name in needed if name not in dict(settings)]:
         yield "config", f"needed as well: {', '.join(missing)}"  # unless the file, which may have them, can't be read
+
+
+def _settings(translated: Mapping[str, Any], arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The settings of files and flags, those of groups with a dot, and each as the words of a flag."""
+    flags = [flag for flag in split_flags(arguments) if flag[0] not in ("config", "print_config")]
+    files = [values[0] for name, values, _ in split_flags(arguments) if name == "config" and values]
+    settings: list[tuple[str, list[str]]] = []
+    with contextlib.suppress(ValueError):  # a file that can't be read is refused already
+        settings += [(name, [_flag(name, value)]) for name, value in flattened(translated or read_files(files)).items()]
+    for name, values, tokens in flags:
+        group = flattened({name: loaded(" ".join(values))})
+        settings += [(key, tokens if key == name else [_flag(key, value)]) for key, value in group.items()]
+    return settings
 
 
 def _flag(name: str, value: Any) -> str:

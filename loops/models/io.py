@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import os
 import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -119,7 +120,7 @@ def load_model(
     model: Any = config.model
     if in_memory:
         if not (quantized or isinstance(model, PeftModel)):
-            _convert(model, dtype)
+            _convert_and_say(model, dtype)
         if config.attention is not None:
             model.set_attn_implementation(config.attention)
     else:
@@ -157,6 +158,26 @@ def read_model(
     if missing and not new_head:
         raise ValueError(f"{missing[0]} is in none of its files, and would be random; wanted {wanted}")
     return model
+
+
+def _convert_and_say(model: Any, dtype: torch.dtype) -> None:
+    """Convert a model of the caller's in place, and log a line if its weights had another precision."""
+    before = _bytes_by_dtype(model)
+    _convert(model, dtype)
+    after = _bytes_by_dtype(model)
+    if before.keys() == after.keys() or os.environ.get("RANK", "0") != "0":
+        return
+    was, now = (" and ".join(str(each).removeprefix("torch.") for each in held) for held in (before, after))
+    change = (sum(after.values()) - sum(before.values())) / 2**30
+    log.warning("model: its weights were %s, and are %s now, in place (%+.2f GiB); load it in that precision, or copy "
+                "it, to keep yours", was, now, change)  # fmt: skip
+
+
+def _bytes_by_dtype(model: nn.Module) -> dict[torch.dtype, int]:
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
+    return sizes
 
 
 def _convert(model: Any, dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """The steps of an open run, one by one: the caller's loop around them is the callback system."""
 
 import json
+import logging
 import math
 import sys
 import weakref
@@ -26,6 +27,8 @@ from .feed import Feed, digest
 from .ranks import from_main, meet, watching
 from .report import draw_curves, journal, written
 from .storage import sync
+
+log = logging.getLogger(__name__)
 
 _RESULTS = [f"{kind}{path}" for kind in ("model", "adapter", "critic") for path in ("", "/**/*")] + ["*.safetensors"]
 
@@ -88,7 +91,7 @@ class Training:
         self.objective, self.weightings = compose(self.losses, self.read), weightings(self.losses)
         self.directory = None if config.output is None else context.directory
         self.checkpoints = context.file("checkpoints") or Path()
-        self.start = self.step = checkpoint.load_newest(self.checkpoints, **self.state) if config.resume else 0
+        self.start = self.step = self._resumed() if config.resume else 0
         self.metrics: dict[str, float] = {}
         self.best: int | None = None
         self.lowest = math.inf  # or the negative of the highest
@@ -96,6 +99,15 @@ class Training:
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
                 self._is_best(line["step"], line)
         self._unused = weakref.finalize(self, self.resources.__exit__, None, None, None)  # unless it is iterated over
+
+    def _resumed(self) -> int:
+        """Load the newest checkpoint and return its step; 0 if there is none, which is said."""
+        step = checkpoint.load_newest(self.checkpoints, **self.state)
+        if step:
+            optimizers.follow(self.state["parts"]["schedule"])
+        elif self.context.accelerator.is_main_process:
+            log.warning("resume: there is nothing to resume in %s, so the run begins anew", self.directory)
+        return step
 
     def __repr__(self) -> str:
         return f"<Training at step {self.start} of {self.feed.steps}: iterate over it, or call its train()>"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from transformers import optimization
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -371,3 +371,24 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
     except (TypeError, ValueError) as error:
         raise ValueError(f"{who}: {error}") from error
     return schedule  # type: ignore[no-any-return]
+
+
+def follow(schedule: LRScheduler) -> None:
+    """Give each parameter group the rate of its schedule at the step that comes next.
+
+    A checkpoint holds the rates of the schedule that saved it. A run that was extended has another number of steps, and
+    so another rate at the same step; for an unchanged one these are the same numbers, bit for bit.
+    """
+    if not isinstance(schedule, LambdaLR):  # those of `AT_EVALUATION` know no number of steps
+        return
+    rates = []
+    for group, base, factor in zip(
+        schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+    ):
+        rate = base * factor(schedule.last_epoch)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+        rates.append(rate)
+    schedule._last_lr = rates

@@ -97,6 +97,16 @@ def test_a_loop_that_does_nothing_ends_in_the_weights_of_the_command(recipe, dty
     assert_same(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "command/model")), weights(model))
 
 
+@pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
+def test_a_model_that_is_converted_in_place_is_said_once_at_the_start(of, model, tokenizer, caplog):
+    burnish.sft(model.to(of), DEMONSTRATIONS, tokenizer=tokenizer, **SETTINGS)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    said = [text for text in caplog.messages if text.startswith("model: ")]
+    expected = ["model: its weights were bfloat16, and are float32 now, in place (+0.00 GiB); load it in that "
+                "precision, or copy it, to keep yours"]  # fmt: skip
+    assert said == (expected if of == torch.bfloat16 else [])
+
+
 @pytest.mark.parametrize("data", [PAIRS, Dataset.from_list(PAIRS)], ids=["rows", "dataset"])
 def test_without_a_directory_no_file_is_written(model, data, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -116,6 +126,7 @@ def test_without_a_directory_no_file_is_written(model, data, tokenizer, tmp_path
         ({"betta": 1.0}, "dpo: no setting 'betta', did you mean 'beta'?"),
         ({"beta": -1.0}, "beta: must be > 0, got -1.0"),
         ({"lora": {"rank": 1}}, "dpo: lora: no setting 'rank'"),
+        ({"lora": {"alpha": 32}}, "dpo: lora.alpha: without lora.r there are no adapters, and the whole model is"),
         ({"lora": 8}, r"dpo: lora: wanted a mapping of r, alpha, dropout, ..., got 8"),
         ({"shuffle": "no"}, "dpo: shuffle: wanted true or false, got 'no'"),
         ({"quantize": "4bit"}, "quantize: the model is loaded already"),

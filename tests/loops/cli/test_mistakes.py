@@ -170,6 +170,12 @@ EARLY = [
     ("dpo", ["--loss_kwargs", "{gama: 1.0}"], "no loss of this mix has 'gama'"),
     ("dpo", ["--quantize", "4bit"], "quantized weights can't be trained; add adapters"),
     ("dpo", ["--reference", "adapters_off"], "reference: .*set lora.r"),
+    ("sft", ["--lora.alpha", "16"], "lora.alpha: without lora.r there are no adapters, .* set lora.r, such as 16"),
+    ("sft", ["--lora.alpha", "32"], "lora.alpha: without lora.r there are no adapters"),  # though it is the default
+    ("sft", ["--lora.use_dora", "true"], "lora.use_dora: without lora.r .* the whole model is trained"),
+    ("sft", ["--lora.target_modules", "[q_proj]"], "lora.target_modules: without lora.r"),
+    ("sft", ["--lora", "{r: 0, dropout: 0.1}"], "lora.dropout: without lora.r"),
+    ("sft", ["--lora.path", "x", "--lora.alpha", "16"], "lora.alpha: the adapter in x has its own"),
     ("kto", ["--batch_size", "1"], "batch_size of 2 or more"),
     ("kto", ["--loss", "bco", "--desirable_weight", "2"], "no loss of this mix has 'desirable_weight'"),
     # Files.
@@ -378,6 +384,7 @@ def test_fields_that_a_broken_file_may_have_are_not_called_missing(burnish):
 
 def test_flags_may_have_hyphens_and_switches_no_value(burnish):
     flags = ["--learning-rate", "3e-4", "--gradient-checkpointing", "--lora.target-modules=[q_proj]", "--shuffle"]
+    flags += ["--lora.r", "4"]
     status, printed, *_ = burnish("dpo", [*flags, "--print-config"])
     assert status == 0
     config = yaml.safe_load(printed)
