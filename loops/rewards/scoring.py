@@ -16,14 +16,18 @@ completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may
 
 A masked completion is not trained on, and is in no mean and no standard deviation of its group; so is one that no
 function applies to. A function of weight 0 masks nothing. Missing scores are counted by their reason, and are never 0.
+
+Functions get copies of rows and samples, so that nothing that they change is trained on. What they store in
+``sample.info`` is kept.
 """
 
 import asyncio
+import dis
 import inspect
 import logging
 import math
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from numbers import Real
@@ -31,8 +35,8 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..registry import nearest
-from ..rollouts.event_loops import off_loop
-from ..rollouts.sample import Row, Sample, plain
+from ..rollouts.event_loops import off_loop, watched
+from ..rollouts.sample import Row, Sample, copied, plain
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +55,16 @@ ADVICE = {
     "error": "the function should return None for a completion that it does not apply to",
 }
 
+# Failures that come again with every call. A timeout does not: at first a judge may still be loading its model.
+_LASTING = ("error", "not a number", "nan", "infinite", "wrong length")
+
 
 class OutOfTime(Exception):
     """A call took longer than its time limit."""
+
+
+class _WrongLength(Exception):
+    """A function of several completions returned more or fewer entries, or no list."""
 
 
 @dataclass
@@ -95,10 +106,11 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """A reward function as one of ours: the names of its parameters tell whether it was written for TRL or for text.
 
     A function of text, ``f(completion, ...)``, is called by the names of its parameters: ``completion`` is the text,
-    ``row`` the whole row, others are its columns, such as ``prompt``. One of TRL, ``f(prompts, completions,
-    **columns) -> list[float]``, gets what it would get there: prompts as the rows have them, completions as messages if
-    the prompts are messages and as text otherwise, ``completion_ids``, and all other columns by their names. What it
-    logs by ``log_extra`` and ``log_metric`` is kept in ``sample.info``.
+    ``row`` the whole row, others are its columns, such as ``prompt``; ``**columns`` gets all of these.
+
+    One of TRL, ``f(prompts, completions, **columns) -> list[float]``, gets what it would get there: prompts as the rows
+    have them, completions as messages if the prompts are messages and as text otherwise, ``completion_ids``, and all
+    other columns by their names. What it logs by ``log_extra`` and ``log_metric`` is kept in ``sample.info``.
 
     Raises:
         ValueError: if it has other parameters, or can't do without TRL's trainer; or if it is a name.
@@ -111,6 +123,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     parameters = signature.parameters
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (2, 4)]  # *args, **kwargs
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
     if parameters.keys() & {"prompts", "completions", "completion_ids"}:
         if needs := {"trainer_state", "environments"}.intersection(required):
             raise ValueError(
@@ -119,11 +132,11 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
             )
         ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
         columns = ["prompt", *(name for name in required if name not in ours)]
-        takes = None if any(p.kind == p.VAR_KEYWORD for p in parameters.values()) else tuple(parameters)  # or all
+        takes = None if takes_all else tuple(parameters)
         return marked(partial(_call_trl, function, takes), function, over="step", columns=columns)
     if "completion" in parameters:
         columns = [name for name in required if name not in ("completion", "row", "sample")]
-        return marked(partial(_call_by_names, function, tuple(parameters)), function, columns=columns)
+        return marked(partial(_call_by_names, function, tuple(parameters), takes_all), function, columns=columns)
     try:
         signature.bind(None, None)
     except TypeError as error:
@@ -174,14 +187,56 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Raise ValueError, with the first failure, if a function raised, or gave no number, in each call for them."""
-    for reward, failure in [(reward, failure) for reward in rewards for failure in ("error", "not a number")]:
-        if samples and all(sample.rewards[reward.name] == failure for sample in samples):
+    """Raise ValueError, with the first failure, if a function has failed in each of its calls for these samples.
+
+    Calls that took too long don't count: those of the first rollout may have waited for a model to be loaded.
+    """
+    for reward in rewards:
+        failures = list(dict.fromkeys(sample.rewards[reward.name] for sample in samples))
+        if samples and all(failure in _LASTING for failure in failures):
+            first = next((reward.reported[str(f)] for f in failures if f in reward.reported), None)
             raise ValueError(
-                f"reward {reward.name}: {failure} in every one of its calls, for all {len(samples)} completions of the "
-                "first rollout, so nothing can be learned from it; fix it or leave it out. The first one:\n"
-                + reward.reported.get(failure, "(in the log of the process that called it)")
+                f"reward {reward.name}: {' or '.join(map(str, failures))} in every one of its calls, for all "
+                f"{len(samples)} completions of the first rollout, so nothing can be learned from it; fix it or leave "
+                f"it out. The first one:\n{first or '(in the log of the process that called it)'}"
             )
+
+
+def refuse_silent(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
+    """Raise ValueError if a function without a return statement, or all functions, gave these samples no score.
+
+    A function may return None for all of a rollout, if it applies to other prompts and others score these.
+    """
+    if not samples:
+        return
+    silent = [reward for reward in rewards if all(sample.rewards[reward.name] is None for sample in samples)]
+    for reward in silent:
+        if len(silent) == len(rewards) or returns_nothing(reward.function):
+            raise ValueError(
+                f"reward {reward.name}: returned None in every one of its calls, for all {len(samples)} completions "
+                "of the first rollout, as a function without a return statement does, so nothing can be learned from "
+                "it; return a number, or leave it out"
+            )
+
+
+def returns_nothing(function: Any) -> bool:
+    """True if a Python function has no return statement with a value; false where that can't be read."""
+    while isinstance(function, partial):  # of `adapted`, whose function is the first argument, or of `batched`
+        ours = str(getattr(function.func, "__module__", "")).startswith(_PACKAGE)
+        function = function.args[0] if ours and function.args else function.func
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR):
+        return False
+    last = None
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "RETURN_VALUE" and not (last and last.opname == "LOAD_CONST" and last.argval is None):
+            return False
+        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:  # in Python 3.12 and 3.13
+            return False
+        last = instruction
+    return True
 
 
 def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
@@ -205,7 +260,7 @@ def as_score(value: Any) -> float | str | None:
         number = float(value)
     except OverflowError:  # an int beyond all floats
         return "infinite"
-    except (ValueError, RuntimeError):  # of several elements
+    except Exception:  # of several elements, or whatever an object of another library raises
         return "not a number"
     if math.isnan(number):
         return "nan"
@@ -221,13 +276,33 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
     """
     try:
         if is_async(function):
-            return await function(*arguments, **named)
-        value = await off_loop(partial(function, *arguments, **named))
+            coroutine = function(*arguments, **named)
+            return await (coroutine if _is_ours(function) else watched(coroutine, _full_name(function)))
+        value = await _in_thread(partial(function, *arguments, **named))
+        if inspect.iscoroutine(value):
+            return await watched(value, _full_name(function))
         return await value if inspect.isawaitable(value) else value
     except (Exception, asyncio.CancelledError, KeyboardInterrupt):
         raise
     except BaseException as error:  # sys.exit, a panic in Rust, time-outs of some libraries: they would end the run
         raise RuntimeError(f"the function raised {error!r}") from error
+
+
+async def _in_thread(function: Callable[[], T]) -> T:
+    try:
+        return await off_loop(function)
+    except KeyboardInterrupt as error:  # the function's own: Ctrl-C reaches the main thread alone
+        raise RuntimeError(f"the function raised {error!r}") from error
+
+
+def _full_name(function: Any) -> str:
+    """Its name with that of its class."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
+
+
+def _is_ours(function: Any) -> bool:
+    """True for functions of this package, whose calls of a user's function are watched on their own."""
+    return str(getattr(getattr(function, "func", function), "__module__", "")).startswith(_PACKAGE)
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -249,9 +324,12 @@ def is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-async def _call_by_names(function: Callable[..., Any], names: Sequence[str], row: Row, sample: Sample) -> Any:
+async def _call_by_names(
+    function: Callable[..., Any], names: Sequence[str], all_columns: bool, row: Row, sample: Sample
+) -> Any:
     known = {**row, "row": row, "sample": sample, "completion": sample.text}
-    return await call(function, **{name: known[name] for name in names if name in known})
+    passed = {*names, *row} if all_columns else names
+    return await call(function, **{name: known[name] for name in passed if name in known})
 
 
 async def _call_trl(
@@ -268,10 +346,10 @@ async def _call_trl(
         "completions": [
             sample.text
             if isinstance(row["prompt"], str)
-            else sample.info.get("messages", [{"role": "assistant", "content": sample.text}])
+            else copied(sample.info.get("messages", [{"role": "assistant", "content": sample.text}]))
             for row, sample in zip(rows, samples, strict=True)
         ],
-        "completion_ids": [sample.tokens for sample in samples],
+        "completion_ids": [list(sample.tokens) for sample in samples],
         "log_extra": log_extra,
         "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
     }
@@ -282,27 +360,23 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
     """Call a function once, write the scores, and log the first failure of each kind; further ones are counted."""
     free = asyncio.Semaphore(getattr(reward.function, "concurrency", 32))
     gate = reward._gates.setdefault(asyncio.get_running_loop(), free)
-    arguments: Any = (rows[0], samples[0]) if single else (rows, samples)
-    values: Any = []
+    own_rows = [copied(row) for row in rows]
+    own_samples = [sample.copy() for sample in samples]
+    arguments: Any = (own_rows[0], own_samples[0]) if single else (own_rows, own_samples)
+    values: Sequence[Any] = []
     failure = detail = ""
     try:
         async with gate:  # waiting here does not count as the call's time
-            returned = await within(reward.timeout, call(reward.function, *arguments))
+            values = await within(reward.timeout, _returned(reward.function, arguments, single))
     except OutOfTime as late:
         failure, detail = "timeout", str(late)
+    except _WrongLength as error:
+        failure, detail = "wrong length", str(error)
     except Exception as error:
-        where = error.__traceback__
-        while where and where.tb_next and where.tb_frame.f_globals.get("__name__", "").startswith(_PACKAGE):
-            where = where.tb_next  # our own frames tell its author nothing
-        failure, detail = "error", "".join(traceback.format_exception(error.with_traceback(where))).strip()
-        if isinstance(error, KeyError):
-            detail += f"\nthe row has the columns ({', '.join(map(str, rows[0]))})"
+        failure, detail = "error", _explained(error, rows[0])
     else:
-        returned = returned.tolist() if hasattr(returned, "tolist") and not single else returned
-        values = [returned] if single else returned
-        if not isinstance(values, list | tuple) or len(values) != len(samples):
-            count = len(values) if isinstance(values, list | tuple) else f"{returned!r:.200}"
-            failure, detail = "wrong length", f"returned {count} for {len(samples)} completions"
+        for sample, own in zip(samples, own_samples, strict=True):
+            sample.info.update(own.info)  # nothing is new there, unless the function gave its copy another info
     for i, sample in enumerate(samples):
         score = sample.rewards[reward.name] = failure or as_score(values[i])
         if isinstance(score, str) and score not in reward.reported:
@@ -312,3 +386,40 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
                 "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
                 *(reward.name, sample.index, sample.task, score, reward.reported[score], masks, ADVICE[score]),
             )
+
+
+async def _returned(function: Callable[..., Any], arguments: Any, single: bool) -> list[Any]:
+    """The entries that a function returned for its completions, of a list, an array, a column [n, 1] or a generator.
+
+    Raises:
+        _WrongLength: if these are not as many as completions.
+    """
+    value = await call(function, *arguments)
+    if single:
+        return [value]
+    if isinstance(value, AsyncIterator):
+        value = [entry async for entry in value]
+    elif isinstance(value, Iterator):  # a generator, whose code runs only now
+        value = await call(list, value)
+    elif hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise _WrongLength(f"returned {value!r:.200} for {len(arguments[1])} completions")
+    if len(value) != len(arguments[1]):
+        raise _WrongLength(f"returned {len(value)} for {len(arguments[1])} completions")
+    if all(isinstance(entry, list | tuple) and len(entry) == 1 for entry in value):
+        return [entry[0] for entry in value]
+    return list(value)
+
+
+def _explained(error: Exception, row: Row) -> str:
+    """The traceback of a function's error, from its own first line on, and what its author should know."""
+    where = error.__traceback__
+    while where and where.tb_next and where.tb_frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        where = where.tb_next  # our own frames tell its author nothing
+    explained = "".join(traceback.format_exception(error.with_traceback(where))).strip()
+    if isinstance(error, KeyError):
+        explained += f"\nthe row has the columns ({', '.join(map(str, row))})"
+    if "signal only works in main thread" in str(error):
+        explained += "\nwith isolate: true (`isolated` in code) it runs in the main thread of a process of its own"
+    return explained

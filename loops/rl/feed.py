@@ -15,7 +15,7 @@ from ...data import permutation
 from ..batch import Batch
 from ..environments import tool_metrics
 from ..models.backbone import evaluating
-from ..rewards.scoring import refuse_broken
+from ..rewards.scoring import refuse_broken, refuse_silent
 from ..rewards.table import RewardMonitor, reward_metrics, score
 from ..rollouts.sample import Sample, from_record, to_record
 from ..runs.ranks import from_main
@@ -134,7 +134,10 @@ class RolloutFeed:
         for _ in range(PATIENCE if self.dynamic_sampling else 1):
             groups = self.scheduler.take(wanted - len(kept), step=number)
             if self.rollout is None and not sampled:
-                refuse_broken(rewards, list(chain.from_iterable(groups)))
+                first = list(chain.from_iterable(groups))
+                refuse_broken(rewards, first)
+                if number == 0:  # a resumed run may meet prompts that no function applies to, as the whole one does
+                    refuse_silent(rewards, first)
             sampled += groups
             if self.dynamic_sampling:
                 totals = [score(rewards, group).total for group in groups]

@@ -1,16 +1,23 @@
 """Run the async scheduler from a synchronous trainer, and blocking functions outside an event loop."""
 
 import asyncio
+import logging
 import os
 import threading
+import time
+import types
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import closing
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+_BLOCKS = 1.0  # seconds between two awaits, from which on a function is said to block the event loop
 
 
 class EventLoop:
@@ -76,6 +83,47 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@types.coroutine
+def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any, T]:
+    """Await a user's coroutine, and log a warning, once for each name, if it blocks the event loop.
+
+    It runs from one of its awaits to the next while everything else in the loop waits, and no timeout can end it.
+    """
+    steps = coroutine.__await__()
+    resume: Callable[[Any], Any] = steps.send
+    sent: Any = None
+    while True:
+        began = time.perf_counter()
+        try:
+            awaited = resume(sent)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        finally:
+            _warn_if_blocking(name, time.perf_counter() - began)
+        try:
+            resume, sent = steps.send, (yield awaited)
+        except GeneratorExit:
+            steps.close()
+            raise
+        except BaseException as error:  # such as a cancellation, which the function may handle
+            resume, sent = steps.throw, error
+
+
+_blocking: set[str] = set()  # names that a warning was logged for
+
+
+def _warn_if_blocking(name: str, seconds: float) -> None:
+    if seconds > _BLOCKS and name not in _blocking:
+        _blocking.add(name)
+        log.warning(
+            "%s: it blocked the event loop for %.1f s, in which nothing else was sampled or scored, and no timeout "
+            "holds; await what takes long, or make it a plain function (def instead of async def), which runs in a "
+            "thread of its own",
+            name,
+            seconds,
+        )
 
 
 async def off_loop(function: Callable[[], T]) -> T:

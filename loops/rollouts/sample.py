@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
@@ -109,6 +109,28 @@ class Sample:
     def oldest(self) -> int:
         """The oldest version that it was drawn from."""
         return min(span.version for span in self.spans)
+
+    def copy(self) -> "Sample":
+        """A sample for a user's function, which may change it; ``info`` is the same, so that it can leave values."""
+        return replace(
+            self,
+            prompt=list(self.prompt),
+            tokens=list(self.tokens),
+            trained=list(self.trained),
+            logprobs=list(self.logprobs),
+            spans=list(self.spans),
+            rewards=dict(self.rewards),
+            row=copied(self.row),
+        )
+
+
+def copied(value: Any) -> Any:
+    """The value with copies of its lists and dicts, at every depth; what they hold otherwise is the same."""
+    if isinstance(value, dict):
+        return {key: copied(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [copied(entry) for entry in value]
+    return value
 
 
 def check_request(request: Request, *, vocab: int | None = None, context: int | None = None) -> None:

@@ -26,6 +26,33 @@ def wordy(row, sample):
     return "good"
 
 
+def not_numbers(row, sample):
+    return float("nan") if sample.index else "good"
+
+
+def too_few(prompts, completions, **columns):
+    return [1.0]
+
+
+def forgets(row, sample):
+    even(row, sample)
+
+
+def of_other_prompts(row, sample):
+    """None for the first rollout of four prompts."""
+    return None if sample.task < 4 else even(row, sample)
+
+
+def spoils_ids(completions, completion_ids, **columns):
+    """Replace the last token, and leave it out, as clumsy post-processing does."""
+    scores = [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+    for i, ids in enumerate(completion_ids):
+        ids[-1] = 0
+        if i % 2:
+            ids.pop()
+    return scores
+
+
 def broken_later(row, sample):
     """From the second rollout of four prompts on."""
     return even(row, sample) if sample.task < 4 else broken(row, sample)

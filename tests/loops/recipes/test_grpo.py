@@ -141,7 +141,7 @@ def weights(directory):
     ("config", "alike", "masked"),
     [
         ({"rewards": {"online:alike": 1.0}}, 4, 0),
-        ({"rewards": {"online:unknown": 1.0}}, 0, 1),
+        ({"rewards": {"online:unknown": 1.0}}, None, 15 / 16),
         ({"mask_truncated": True, "max_tokens": 1, "seed": 2}, None, 1),  # of these none happens to end
     ],
     ids=["alike", "without a score", "cut"],

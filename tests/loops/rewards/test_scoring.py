@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+import signal
 import threading
 import time
 from fractions import Fraction
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from burnish.loops.rewards import RewardFunction, batched, check_columns
-from burnish.loops.rewards.scoring import as_score, score_samples
+from burnish.loops.rewards.scoring import as_score, returns_nothing, score_samples
+from burnish.loops.rewards.text import ExactMatch
 
 
 def test_each_function_scores_each_sample(groups, judging):
@@ -331,3 +333,197 @@ def test_a_weight_is_finite_and_a_timeout_above_zero():
 def test_batched_is_over_a_group_or_a_step():
     with pytest.raises(ValueError, match="over must be group or step, got 'batch'"):
         batched(_raise, "batch")
+
+
+def _spoils(sample):
+    for ids in (sample.prompt, sample.tokens, sample.trained, sample.logprobs, sample.spans):
+        ids[-1] = 0
+        ids.append(0)
+    sample.tokens, sample.finish, sample.text = [], "aborted", ""
+    sample.rewards["other"] = 9.0
+
+
+def _of_row_and_sample(row, sample):
+    _spoils(sample)
+    row["prompt"].pop()
+    return 1.0
+
+
+def _of_a_batch(rows, samples):
+    return [_of_row_and_sample(row, sample) for row, sample in zip(rows, samples, strict=True)]
+
+
+def _of_trl(prompts, completions, completion_ids, **columns):
+    for ids, messages in zip(completion_ids, completions, strict=True):
+        ids[-1] = 0
+        ids.pop()
+        messages[0]["content"] = "nothing"
+        messages.pop()
+    for prompt in prompts:
+        prompt.pop()
+    return [1.0] * len(prompts)
+
+
+@pytest.mark.parametrize("function", [_of_row_and_sample, batched(_of_a_batch), batched(_of_a_batch, "group"), _of_trl])
+def test_nothing_that_a_function_changes_is_trained_on(function, groups, judging):
+    said = [{"role": "assistant", "content": "yes"}]
+    samples = groups[1]
+    for sample in samples:
+        sample.info["messages"] = [dict(message) for message in said]
+    before = [(sample.copy(), list(sample.tokens)) for sample in samples]
+    row = {"prompt": [{"role": "user", "content": "?"}], "answer": "0"}
+    seen = []
+
+    def looks(row, sample):
+        seen.append((len(row["prompt"]), row["prompt"][0]["content"], sample.info["messages"]))
+        return 1.0
+
+    assert judging([RewardFunction("first", function), RewardFunction("then", looks)], [row] * 4, samples) == {}
+    for sample, (copy, tokens) in zip(samples, before, strict=True):
+        assert sample.rewards == {"first": 1.0, "then": 1.0}
+        copy.rewards = sample.rewards
+        assert sample == copy and sample.tokens == tokens and sample.finish == "stop"
+    assert row["prompt"] == [{"role": "user", "content": "?"}]
+    assert seen == [(1, "?", said)] * 4
+
+
+def test_what_a_function_stores_in_info_is_kept_also_in_another_info(groups, judging):
+    def stores(row, sample):
+        sample.info["place"] = sample.index
+        return 1.0
+
+    def replaces(row, sample):
+        sample.info = {"task": sample.task}
+        return 1.0
+
+    judging([RewardFunction("a", stores), RewardFunction("b", replaces)], *groups)
+    assert [sample.info for sample in groups[1]] == [{"place": i % 2, "task": i // 2} for i in range(4)]
+
+
+def test_keywords_of_a_function_of_text_are_the_columns(groups, judging):
+    seen = []
+
+    def function(completion, **columns):
+        seen.append((completion, columns))
+        return float(columns["answer"])
+
+    judging([RewardFunction("r", function)], *groups)
+    assert sorted(seen)[2] == ("answer 2", {"answer": "1", "prompt": "?"})
+    assert [sample.rewards["r"] for sample in groups[1]] == [0.0, 0.0, 1.0, 1.0]
+
+
+def _yields(rows, samples):
+    for sample in samples:
+        yield sample.index
+
+
+async def _yields_async(rows, samples):
+    for sample in samples:
+        yield sample.index
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _yields,
+        _yields_async,
+        lambda rows, samples: map(lambda sample: sample.index, samples),
+        lambda rows, samples: np.array([[sample.index] for sample in samples]),
+        lambda rows, samples: torch.tensor([[float(sample.index)] for sample in samples], requires_grad=True),
+        lambda rows, samples: [torch.tensor([sample.index]) for sample in samples],
+        lambda rows, samples: [(sample.index,) for sample in samples],
+    ],
+    ids=["generator", "async generator", "map", "array [n, 1]", "tensor [n, 1]", "tensors [1]", "tuples"],
+)
+def test_scores_may_be_generated_or_a_column(function, groups, judging):
+    assert judging([RewardFunction("r", batched(function))], *groups) == {}
+    assert [sample.rewards["r"] for sample in groups[1]] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_a_generator_that_fails_or_hangs_is_a_function_that_does(groups, judging, caplog):
+    def fails(rows, samples):
+        yield 1.0
+        raise SystemExit("the oven is cold")
+
+    def hangs(rows, samples):
+        yield 1.0
+        time.sleep(60)
+
+    rewards = [RewardFunction("fails", batched(fails)), RewardFunction("hangs", batched(hangs), timeout=0.5)]
+    assert judging(rewards, *groups) == {("fails", "error"): 4, ("hangs", "timeout"): 4}
+    assert "the oven is cold" in caplog.text
+
+
+@pytest.mark.parametrize("rows", [np.zeros((2, 4)), torch.zeros(4, 2), [[1.0, 2.0]] * 4, {"a": 1.0}, "abcd", 1.0])
+def test_other_shapes_are_no_scores(rows, groups, judging):
+    (((_, reason), count),) = judging([RewardFunction("r", batched(lambda *given: rows))], *groups).items()
+    assert reason in ("wrong length", "not a number") and count == 4
+
+
+def test_an_object_whose_number_cannot_be_read_is_none():
+    class Odd:
+        def item(self):
+            raise AttributeError("no number here")
+
+    assert as_score(Odd()) == "not a number"
+
+
+def test_an_interrupt_that_a_function_raises_is_its_own(groups, judging):
+    """Ctrl-C reaches the main thread, and plain functions run in others."""
+
+    def interrupts(row, sample):
+        raise KeyboardInterrupt
+
+    assert judging([RewardFunction("r", interrupts)], *groups) == {("r", "error"): 4}
+
+
+def test_a_function_that_sets_an_alarm_is_told_to_be_isolated(groups, judging, caplog):
+    def alarmed(row, sample):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    assert judging([RewardFunction("r", alarmed)], *groups) == {("r", "error"): 4}
+    assert "with isolate: true (`isolated` in code) it runs in the main thread of a process" in caplog.text
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_function_that_blocks_the_event_loop_is_named_once(plain, groups, judging, caplog, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rollouts.event_loops._BLOCKS", 0.2)
+
+    class Judge:
+        async def asks(self, row, sample):
+            await asyncio.sleep(0.25)  # others go on meanwhile
+            if sample.index:
+                time.sleep(0.25)
+            return 1.0
+
+    asks = Judge().asks
+    function = (lambda row, sample: asks(row, sample)) if plain else asks
+    monkeypatch.setattr("burnish.loops.rollouts.event_loops._blocking", set())
+    assert judging([RewardFunction("r", function)], *groups) == {}
+    (record,) = caplog.records
+    name = "<lambda>" if plain else "Judge.asks"
+    assert record.getMessage().startswith(f"{name}: it blocked the event loop for 0.")
+    assert "make it a plain function (def instead of async def)" in record.getMessage()
+
+
+def test_functions_without_a_return_statement_are_told_from_those_with_one():
+    def forgets(row, sample):
+        sample.text.strip()
+
+    async def forgets_too(completion, answer):
+        await asyncio.sleep(0)
+
+    def returns_none(row, sample):
+        return None if sample.text else 1.0
+
+    def yields(rows, samples):
+        yield 1.0
+
+    class Forgets:
+        def __call__(self, row, sample):
+            """No value."""
+
+    for function in (forgets, forgets_too, Forgets(), batched(forgets)):
+        assert returns_nothing(RewardFunction("r", function).function)
+    for function in (returns_none, batched(yields), max, lambda completion: 1.0, ExactMatch()):
+        assert not returns_nothing(RewardFunction("r", function).function)

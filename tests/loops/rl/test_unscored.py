@@ -139,6 +139,39 @@ def test_a_reward_that_gives_no_number_in_all_calls_of_the_first_rollout_ends_th
     assert lines(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize(
+    ("function", "kinds", "first"),
+    [("not_numbers", "not a number or nan", "'good'"), ("too_few", "wrong length", "returned 1 for ")],
+)
+def test_one_that_fails_in_other_ways_in_all_calls_ends_the_run_too(function, kinds, first, burnish, tmp_path, capsys):
+    assert burnish(rewards={"online:even": 1.0, f"judges:{function}": 0.1}, steps=2) == 1
+    said = capsys.readouterr().err
+    assert f"reward {function}: {kinds} in every one of its calls, for all 16 completions" in said and first in said
+    assert lines(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("others", [{}, {"online:even": 1.0}])
+def test_one_without_a_return_statement_ends_the_run(others, burnish, tmp_path, capsys):
+    assert burnish(rewards={**others, "judges:forgets": 1.0}, steps=2) == 1
+    said = capsys.readouterr().err
+    assert "reward forgets: returned None in every one of its calls, for all 16 completions of the first" in said
+    assert "return a number, or leave it out" in said and lines(tmp_path / "run") == []
+
+
+def test_one_that_applies_to_later_prompts_goes_on(burnish, tmp_path):
+    assert burnish(rewards={"online:even": 1.0, "judges:of_other_prompts": 1.0}, steps=2) == 0
+    assert [line["rewards/of_other_prompts/unscored"] for line in lines(tmp_path / "run")] == [16, 0]
+
+
+def test_a_reward_that_changes_the_ids_that_it_is_given_trains_the_same_weights(burnish, tmp_path):
+    for name in ("online:even", "judges:spoils_ids"):
+        assert burnish(rewards={name: 1.0}, steps=2, output=tmp_path / name) == 0
+    weights = [
+        (tmp_path / name / "model/model.safetensors").read_bytes() for name in ("online:even", "judges:spoils_ids")
+    ]
+    assert weights[0] == weights[1]
+
+
 @pytest.mark.parametrize(("function", "failed"), [("works_once", [15, 16]), ("broken_later", [0, 16])])
 def test_one_that_works_for_an_answer_of_the_first_rollout_goes_on(function, failed, burnish, tmp_path):
     assert burnish(rewards={f"judges:{function}": 1.0}, steps=2) == 0
