@@ -86,7 +86,7 @@ def complete(words):
             flags += [flag, value]
     for word in flags:
         if word.endswith(".yaml"):
-            Path(word).touch()
+            Path(word).write_text("seed: 1\n")
     return flags
 
 
