@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
+from .own_code import check_home, check_module, module_of
+
 # Errors by which libraries refuse a value.
 _REFUSALS = (ValueError, OSError, RuntimeError, ImportError, pickle.UnpicklingError)
 _LIBRARIES = (__name__.partition(".")[0], "torch", "transformers", "peft", "bitsandbytes", "torchao", "schedulefree")
@@ -64,11 +66,15 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
     """The object of a shipped name, or of ``module:object``; modules of the working directory are found too.
 
     Raises:
-        ValueError: names the nearest or all known names.
+        ValueError: names the nearest or all known names; or if the module may not be named, or has only imported the
+            object, see `own_code`.
     """
-    module, colon, attribute = shipped.get(name, name).replace(".py:", ":").partition(":")
-    if not colon:
+    place = shipped.get(name, name)
+    if ":" not in place:
         raise ValueError(nearest(f"{kind}: no", name, shipped) + " (your own is named module:function)")
+    module, attribute = module_of(place), place.rpartition(":")[2]
+    if name not in shipped:
+        check_module(f"{kind} {name}", module)
     if name not in shipped and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script does not look there
     try:
@@ -84,7 +90,10 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
     if not hasattr(found, attribute):
         public = [word for word, value in vars(found).items() if callable(value) and not word.startswith("_")]
         raise ValueError(nearest(f"{kind} {name}: {module} has no", attribute, public))
-    return getattr(found, attribute)
+    named = getattr(found, attribute)
+    if name not in shipped:
+        check_home(f"{kind} {name}", module, named)
+    return named
 
 
 def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = False, **given: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any, cast
 from urllib.parse import urlsplit
 
 from ... import __version__
+from ..own_code import burnish_alone, check_names, whose_code
 from ..recipes import RECIPES, opener, settings_of
 from ..registry import nearest
 from .arguments import completion, parse
@@ -31,11 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
-    if name in RECIPES:
-        flags = [word for word in words if word != "--dry_run"]
-        return _run(name, words) if flags == words else _COMMANDS["plan"][0]([name, *flags])
-    if name in _COMMANDS:
-        return _COMMANDS[name][0](words)
+    if name in (*RECIPES, *_COMMANDS):
+        flags = [word for word in words if word != "--no_code"]
+        with burnish_alone(flags != words):
+            return _command(name, flags)
     if name in ("", "-h", "--help"):
         print(_usage())
         return 0 if name else 2
@@ -45,6 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind, known = ("flag", ["--help", "--version"]) if name[0] == "-" else ("recipe", [*RECIPES, *_COMMANDS])
     print(f"{nearest(f'burnish: no {kind}', name, known)}\n\n{_usage()}", file=sys.stderr)
     return 2
+
+
+def _command(name: str, words: list[str]) -> int:
+    if name in _COMMANDS:
+        return _COMMANDS[name][0](words)
+    flags = [word for word in words if word != "--dry_run"]
+    return _run(name, words) if flags == words else _COMMANDS["plan"][0]([name, *flags])
 
 
 class _Output(io.FileIO):
@@ -68,7 +75,11 @@ def _usage() -> str:
     purposes |= {name: purpose for name, (_, purpose) in _COMMANDS.items()}
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in purposes.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
-    return f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields; TRL's files and flags work as they are."
+    return (
+        f"{usage}\n\n{lines}\n\nburnish <recipe> --help lists its fields; TRL's files and flags work as they are.\n"
+        "--dry_run checks a run without training, --no_code refuses all code but burnish's own that a configuration "
+        "names."
+    )
 
 
 def _completion(arguments: list[str]) -> int:
@@ -92,6 +103,8 @@ def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[
         return 2
 
     def show(recipe: str, config: Any) -> Any:
+        if os.environ.get("RANK", "0") == "0":
+            print(whose_code(config))
         return import_module(f".{command}", __package__).show(recipe, config, getattr(options, flag))
 
     # A configuration must name a run directory; that of `data` is not used.
@@ -162,6 +175,7 @@ def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _
     arguments = [word for word in arguments if word != "--traceback"]
     try:
         config = parse(name, settings_of(name), arguments)
+        check_names(config)
         gc.disable()  # imports make millions of objects that stay, and would be searched for garbage for seconds
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it

@@ -6,6 +6,7 @@ environment: {tools: {tools: [calculator, my_module:search]}}
 environment: my_module:Environment
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -34,15 +35,59 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
         raise ValueError(f"environment: wanted one name, got {', '.join(spec) or 'none'}")
     name, settings = (spec, {}) if isinstance(spec, str) else next(iter(spec.items()))
     if name == "tools":
-        settings = {**settings, "tools": [find("tool", t, TOOLS, __package__) for t in settings.get("tools", ())]}
+        settings = {**settings, "tools": [_tool(tool) for tool in settings.get("tools", ())]}
     factory = find("environment", name, SHIPPED, __package__)
+    if name not in SHIPPED:
+        _look_at(name, factory)
     make = partial(build, f"environment {name}", factory, settings, factory=True)
     environment = make()
     run(close(environment))
+    _check_parts(name, environment)
+    return make
+
+
+def _look_at(name: str, found: Any) -> None:
+    """Check that what a configuration names makes environments, before it is called.
+
+    Raises:
+        ValueError: if it is neither a class with ``reset`` and ``step`` nor a function that is annotated to return one.
+    """
+    made = found
+    if not inspect.isclass(found):
+        made = _annotated(found)
+    if not inspect.isclass(made):
+        raise ValueError(
+            f"environment {name}: wanted a class with reset(row) and step(completion), or a function whose annotation "
+            f"says that it returns one, got {found!r}"
+        )
+    _check_parts(name, made)
+
+
+def _annotated(function: Any) -> Any:
+    """The annotation of what a function returns; None without one that can be read."""
+    try:
+        annotation = inspect.signature(function, eval_str=True).return_annotation
+    except (TypeError, ValueError, NameError):
+        return None
+    return None if annotation is inspect.Signature.empty else annotation
+
+
+def _check_parts(name: str, environment: Any) -> None:
     for part in ("reset", "step"):
         if not callable(getattr(environment, part, None)):
             raise ValueError(f"environment {name}: has no function {part}; wanted reset(row) and step(completion)")
-    return make
+
+
+def _tool(name: str) -> Any:
+    """The function that a configuration names as a tool, which the policy will call with arguments of its own.
+
+    Raises:
+        ValueError: if it is not a function.
+    """
+    tool = find("tool", name, TOOLS, __package__)
+    if inspect.isclass(tool) or not callable(tool) or not hasattr(tool, "__name__"):
+        raise ValueError(f"tool {name}: wanted a function, got {tool!r}")
+    return tool
 
 
 def turns_for(

@@ -9,6 +9,7 @@ rewards:
 In Python, a function may take the place of its name, and one or a list of them that of a mapping with weights of 1.
 """
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from ..config import RewardMix
 from ..registry import build, find
 from ..rollouts.sample import Row, Sample
 from .sandbox import isolated
-from .scoring import RewardFunction, adapted, name_of
+from .scoring import RewardFunction, adapted, check_signature, name_of
 
 SHIPPED = {
     "math": ".math:MathEquivalence",
@@ -83,9 +84,37 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     inner = settings.get("correct")
     if isinstance(inner, str):  # the reward that another one calls
         settings["correct"] = adapted(_function(inner, {}, given))
-    factory = find("reward", name, SHIPPED, __package__) if isinstance(name, str) else name
+    factory = name
+    if isinstance(name, str):
+        factory = find("reward", name, SHIPPED, __package__)
+        if name not in SHIPPED:
+            _look_at(name, factory)
     name = name if isinstance(name, str) else name_of(name)
     function = build(f"reward {name}", factory, settings, **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     return function
+
+
+def _look_at(name: str, found: Any) -> None:
+    """Check that what a configuration names can score completions, before it is built or called.
+
+    Raises:
+        ValueError: if it is no function and no class with ``__call__``, or its parameters are not those of a reward.
+    """
+    scores = found
+    if inspect.isclass(found):
+        scores = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)
+    if not callable(scores):
+        kind = f"the class {found.__name__} without it" if inspect.isclass(found) else type(found).__name__
+        raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {kind}")
+    try:
+        signature = inspect.signature(scores)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"reward {name}: its parameters can't be read; write a function in Python around it"
+        ) from error
+    if inspect.isclass(found):
+        _, *parameters = signature.parameters.values()  # without self
+        signature = signature.replace(parameters=parameters)
+    check_signature(name.rpartition(":")[2], signature)

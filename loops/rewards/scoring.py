@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PACKAGE = f"{__name__.partition('.')[0]}.loops."
+_OF_TRL = {"prompts", "completions", "completion_ids"}  # parameters that tell a function written for TRL
 _LARGEST = 3.4e38  # about the largest float32, so that neither sums nor squares overflow in float64
 
 ADVICE = {
@@ -121,15 +122,11 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in functions have none that can be read
         return function
+    check_signature(name_of(function), signature)
     parameters = signature.parameters
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (2, 4)]  # *args, **kwargs
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
-    if parameters.keys() & {"prompts", "completions", "completion_ids"}:
-        if needs := {"trainer_state", "environments"}.intersection(required):
-            raise ValueError(
-                f"reward {name_of(function)}: needs {min(needs)}, which only TRL's trainer has; give that parameter a "
-                "default"
-            )
+    if parameters.keys() & _OF_TRL:
         ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
         columns = ["prompt", *(name for name in required if name not in ours)]
         takes = None if takes_all else tuple(parameters)
@@ -137,12 +134,30 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     if "completion" in parameters:
         columns = [name for name in required if name not in ("completion", "row", "sample")]
         return marked(partial(_call_by_names, function, tuple(parameters), takes_all), function, columns=columns)
+    return function
+
+
+def check_signature(name: str, signature: inspect.Signature) -> None:
+    """Check that the parameters of a reward are those of one of the forms that `adapted` knows.
+
+    Raises:
+        ValueError: shows the signature; or names the parameter that only TRL's trainer could fill.
+    """
+    parameters = signature.parameters
+    if parameters.keys() & _OF_TRL:
+        required = [each.name for each in parameters.values() if each.default is each.empty]
+        if needs := {"trainer_state", "environments"}.intersection(required):
+            raise ValueError(
+                f"reward {name}: needs {min(needs)}, which only TRL's trainer has; give that parameter a default"
+            )
+        return
+    if "completion" in parameters:
+        return
     try:
         signature.bind(None, None)
     except TypeError as error:
         wanted = "wanted the parameters (completion, and columns of the data), or (row, sample)"
-        raise ValueError(f"reward {name_of(function)}: {wanted}, got {signature}") from error
-    return function
+        raise ValueError(f"reward {name}: {wanted}, got {signature}") from error
 
 
 def marked(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:

@@ -82,6 +82,8 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
         if name in _OPTIMIZERS and package and find_spec(package) is None:
             raise ValueError(f"{who}: needs {package}, which is not installed; pip install {package}")
         kind = find("optimizer", name, _OPTIMIZERS, __package__)
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise ValueError(f"{who}: wanted a subclass of torch.optim.Optimizer, got {kind!r}")
     kwargs = {key: tuple(value) if isinstance(value, list) else value for key, value in config.optimizer_kwargs.items()}
     for key, flag in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if key in kwargs:

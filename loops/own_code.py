@@ -1,0 +1,180 @@
+"""Whose code a configuration runs, and a look at what it names before any of it is called.
+
+A configuration names code as ``module:object``: rewards, environments, tools, losses, an optimizer. Importing a module
+runs it, so the names are checked first: nothing of Python's standard library is what a configuration may name, and
+under ``--no_code`` nothing but burnish's own. What was found must be defined where it was looked for, so that a module
+does not lend what it has merely imported.
+"""
+
+import importlib.util
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_BURNISH = __name__.partition(".")[0]
+_VARIABLE = "BURNISH_NO_CODE"
+
+
+@contextmanager
+def burnish_alone(refuse: bool = True) -> Iterator[None]:
+    """Refuse all code but burnish's own that a configuration names, as ``--no_code`` does; processes that are started
+    meanwhile refuse it, too."""
+    before = os.environ.get(_VARIABLE)
+    if refuse:
+        os.environ[_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if refuse and before is None:
+            del os.environ[_VARIABLE]
+
+
+def check_module(who: str, module: str) -> None:
+    """Check the name of a module before it is imported.
+
+    Args:
+        who: the setting and the name in it, for the message.
+
+    Raises:
+        ValueError: if the module is of the standard library, or is not burnish's and ``--no_code`` was given.
+    """
+    package = package_of(module)
+    if package in sys.stdlib_module_names:
+        raise ValueError(
+            f"{who}: {package} is Python's standard library, which has nothing that a configuration may name; name a "
+            "module of yours, or of a package (a file of yours that has this name needs another)"
+        )
+    if package != _BURNISH and os.environ.get(_VARIABLE):
+        raise ValueError(f"{who}: refused, as --no_code allows no code but burnish's; read {module}, then leave it out")
+
+
+def check_home(who: str, module: str, found: Any) -> None:
+    """Check that an object is defined in the named module, or in another one of the same package.
+
+    Raises:
+        ValueError: if the module has imported the object from elsewhere, or the object is itself a module.
+    """
+    if inspect.ismodule(found):
+        raise ValueError(f"{who}: is a module; name a function or a class in it")
+    if not callable(found):
+        return  # what it is for says what it wants
+    defined = home_of(found)
+    if package_of(defined) != package_of(module):
+        raise ValueError(
+            f"{who}: {module} only imports it; name it where it is defined, in {defined}, or define your own"
+        )
+
+
+def home_of(found: Any) -> str:
+    """The module that defines a function or a class; of another object, that of its class."""
+    while isinstance(found, partial):
+        found = found.func
+    if not isinstance(getattr(found, "__module__", None), str):
+        found = type(found)
+    return str(found.__module__)
+
+
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def code_names(config: Any) -> Iterator[tuple[str, str]]:
+    """Each setting of a configuration that names code as ``module:object``, and the name."""
+    named = [("optimizer", getattr(config, "optimizer", None))]
+    named += [("loss", loss) for loss in _names(getattr(config, "loss", None))]
+    named += [("reward", reward) for reward in _rewards(getattr(config, "rewards", None))]
+    environment = getattr(config, "environment", None)
+    named += [("environment", name) for name in _names(environment)]
+    if isinstance(environment, Mapping):
+        for settings in environment.values():
+            tools = settings.get("tools") if isinstance(settings, Mapping) else None
+            named += [("tool", tool) for tool in _names(tools)]
+    for setting, name in named:
+        if isinstance(name, str) and ":" in name:
+            yield setting, name
+
+
+def _names(value: Any) -> Iterable[Any]:
+    """The names in a setting that is one name, a list of names, or a mapping with names as keys."""
+    if value is None:
+        return ()
+    return value if isinstance(value, Mapping | list | tuple) else [value]
+
+
+def _rewards(spec: Any) -> Iterator[Any]:
+    """The names of rewards, and of those that other rewards ask."""
+    for key in _names(spec):
+        settings = spec[key] if isinstance(spec, Mapping) else None
+        if isinstance(settings, Mapping):
+            yield settings.get("function", key)
+            yield settings.get("correct")
+        else:
+            yield key
+
+
+def module_of(name: str) -> str:
+    """The module in ``module:object`` or ``module.py:object``."""
+    return name.replace(".py:", ":").partition(":")[0]
+
+
+def check_names(config: Any) -> None:
+    """Check all names of a configuration before anything is imported, as `check_module` does.
+
+    Raises:
+        ValueError: as `check_module` does; under ``--no_code`` also for settings of a vLLM server that could run code.
+    """
+    for setting, name in code_names(config):
+        check_module(f"{setting} {name}", module_of(name))
+    if not os.environ.get(_VARIABLE):
+        return
+    for setting, named in _server_code(config):
+        raise ValueError(f"{setting}: refused ({named}), as it could run code and --no_code was given")
+
+
+def _server_code(config: Any) -> Iterator[tuple[str, str]]:
+    """Settings of a vLLM server that could run code in it: an interpreter, and texts among its flags and variables."""
+    vllm = getattr(config, "vllm", None)
+    if python := getattr(vllm, "python", None):
+        yield "vllm.python", str(python)
+    for setting in ("environment", "options"):
+        values = getattr(vllm, setting, None) or {}
+        if named := [key for key, value in values.items() if not _is_harmless(key, value)]:
+            yield f"vllm.{setting}", ", ".join(named)
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    """True for numbers and switches, such as a length or the devices 0,1; a text may name a file or a module."""
+    if isinstance(value, str):
+        return re.fullmatch(r"[\d.,]*", value) is not None
+    return isinstance(value, int | float) and "code" not in key
+
+
+def whose_code(config: Any) -> str:
+    """One line that says whose code a configuration runs besides burnish's. Nothing is imported for it."""
+    packages = {package_of(module_of(name)) for _, name in code_names(config)} - {_BURNISH}
+    sources = [_source(package) for package in sorted(packages)]
+    sources += [f"{setting} ({named})" for setting, named in _server_code(config)]
+    if not sources:
+        return "this configuration runs no code but burnish's own"
+    return f"this configuration runs code of: {', '.join(sources)}"
+
+
+def _source(package: str) -> str:
+    """A package with its version, or a module with its file."""
+    with suppress(PackageNotFoundError):
+        return f"{package} {version(package)}"
+    file = Path(f"{package}.py").absolute()
+    with suppress(ImportError, ValueError):
+        if spec := importlib.util.find_spec(package):  # a name without a dot: nothing is imported
+            return f"{package} ({spec.origin or 'a folder'})"
+    if file.exists():
+        return f"{package} ({file})"
+    folder = file.with_suffix("")
+    return f"{package} ({folder})" if folder.is_dir() else f"{package} (not found)"
