@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
-from torch import Tensor, float64, int64
+from torch import Tensor, float64, int64, nn
 from torch.autograd import forward_ad
 
 Backend = Literal["auto", "triton", "fused", "torch", "reference"]
@@ -70,6 +70,19 @@ def factor_dtype(like: Tensor, compute: torch.dtype) -> torch.dtype:
 def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t`` with the digits of another dtype; on the autograd graph it is ``t`` itself: gradients are not rounded."""
     return t if torch.promote_types(t.dtype, dtype) == dtype else t + (t.to(dtype).to(t.dtype) - t).detach()
+
+
+def check_types(who: str, **tensors: object) -> None:
+    """Raise ValueError for what is no tensor, with what to pass in its place."""
+    for name, given in tensors.items():
+        if isinstance(given, Tensor):
+            continue
+        advice = ""
+        if isinstance(given, nn.Linear):
+            advice = "; pass its weight, or Head(linear.weight, linear.bias)"
+        elif isinstance(given, list | tuple):
+            advice = "; make it one, torch.tensor"
+        raise ValueError(f"{who}: {name} must be a tensor, got {type(given).__name__}{advice}")
 
 
 def check_tensors(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # some builds of torch have none
 
-from .backend import accumulation_dtype, check_tensors, factor_dtype, rounded
+from .backend import accumulation_dtype, check_tensors, check_types, factor_dtype, rounded
 from .softmax import NEVER, LogitTransform
 
 
@@ -74,6 +74,7 @@ def checked_head(who: str, hidden: Tensor, head: Tensor | Head, prefix: str = ""
         ValueError: if it does not fit the hidden states; ``prefix`` names them in messages ("student ").
     """
     head = head if isinstance(head, Head) else Head(head)
+    check_types(who, **{f"{prefix}hidden": hidden, f"{prefix}weight": head.weight})
     if hidden.ndim != 2 or head.weight.ndim != 2:
         shapes = f"{list(hidden.shape)} and {list(head.weight.shape)}"
         raise ValueError(f"{who}: {prefix}hidden must be [N, D] and {prefix}weight [V, D], got {shapes}")

@@ -38,6 +38,7 @@ from .backend import (
     check_main_grad,
     check_outputs,
     check_tensors,
+    check_types,
     check_values,
     checked_dtype,
     checked_vocab,
@@ -105,6 +106,7 @@ def linear_logprob(
         IndexError: if a target is outside ``[0, vocab)``.
     """
     who = "linear_logprob"
+    check_types(who, target=target)
     head = checked_head(who, hidden, head)
     tensors = {"hidden": (hidden, list(hidden.shape)), "target": (target, [len(hidden), *target.shape[1:2]])}
     check_tensors(who, tensors, {"temperature": temperature})

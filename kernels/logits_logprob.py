@@ -20,6 +20,7 @@ from .backend import (
     accumulation_dtype,
     check_outputs,
     check_tensors,
+    check_types,
     check_values,
     checked_dtype,
     checked_vocab,
@@ -87,6 +88,7 @@ def logits_logprob(
         ValueError: if shapes disagree, or a hyper-parameter is out of range.
         IndexError: if a target is outside ``[0, vocab)``.
     """
+    check_types("logits_logprob", logits=logits, target=target)
     if logits.ndim != 2:
         raise ValueError(f"logits_logprob: logits must be [N, V], got {list(logits.shape)}")
     who = "logits_logprob"

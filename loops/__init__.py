@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .train.step import Objective as Objective, StepResult as StepResult, evaluate as evaluate
     from .train.step import optimize as optimize, train_step as train_step
     from .batch import Weights as Weights, completion_mean as completion_mean, fixed_length as fixed_length
-    from .batch import pair_mean as pair_mean, sequence_mean as sequence_mean, token_mean as token_mean
+    from .batch import length_normalized as length_normalized, pair_mean as pair_mean, token_mean as token_mean
     from .batch import weighted as weighted
 
 __getattr__ = lazy_exports(__name__)

@@ -12,8 +12,13 @@ optimizer, a teacher or a tracker may hold the object itself:
                 began with, which the reference is a copy of, data by a digest of its tokens
 """
 
+import ast
 import inspect
+import textwrap
 from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from .config import Lora
@@ -39,8 +44,45 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
 
     vars(recipe)["__signature__"] = inspect.signature(settings).replace(return_annotation="Training")
     recipe.__name__ = recipe.__qualname__ = name
-    recipe.__doc__ = f"{settings.__doc__}\n\nObjects may stand for names, as of the model; see `burnish.loops.api`."
+    recipe.__doc__ = _documented(settings)
     return recipe
+
+
+def _documented(settings: Callable[..., Any]) -> str:
+    """The docstring of a recipe: that of its settings, and the text under each of their fields, as ``Args:``."""
+    texts = _field_docs(settings)
+    lines = [f"{settings.__doc__}", "", "Objects may stand for names, as of the model; see `burnish.loops.api`.", ""]
+    lines += ["Args:"]
+    for name in inspect.signature(settings).parameters:
+        entry = f"{name}: {texts.get(name, '')}".rstrip()
+        lines += textwrap.wrap(entry, 110, initial_indent="    ", subsequent_indent=" " * 8)
+    return "\n".join(lines)
+
+
+def _field_docs(settings: Any) -> dict[str, str]:
+    """The text under each field of a dataclass and its bases, by field."""
+    texts: dict[str, str] = {}
+    for each in reversed(settings.__mro__[:-1]):  # without `object`
+        texts |= _documented_fields(inspect.getfile(each)).get(each.__name__, {})
+    return texts
+
+
+@cache
+def _documented_fields(path: str) -> dict[str, dict[str, str]]:
+    """The string under each annotated name of every class of a file, by class; none where there is no source."""
+    if not Path(path).is_file():
+        return {}
+    classes = [node for node in ast.parse(Path(path).read_text()).body if isinstance(node, ast.ClassDef)]
+    return {node.name: _strings_below(node) for node in classes}
+
+
+def _strings_below(node: ast.ClassDef) -> dict[str, str]:
+    found = {}
+    for field, text in pairwise(node.body):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                found[name] = " ".join(words.split())
+    return found
 
 
 sft = _recipe("sft", SFT)

@@ -20,6 +20,16 @@ import torch
 from torch import Tensor
 
 from ..data import Example
+from .registry import nearest
+
+
+class NamedColumns(dict[str, Tensor]):
+    """Tensors by name; a name that is not there is answered with those that are."""
+
+    def __missing__(self, name: str) -> Tensor:
+        if not self:
+            raise KeyError(f"there is no column {name!r}: the batch has no columns")
+        raise KeyError(nearest("there is no column", name, self))
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,10 @@ class Batch:
     target: Tensor
     sequence: Tensor
     completion: Tensor
-    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, Tensor] = field(default_factory=NamedColumns)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", NamedColumns(self.columns))
 
     @property
     def sequences(self) -> int:
@@ -82,6 +95,10 @@ def collate(
     sequence = [index for index, tokens in enumerate(completions) for _ in tokens]
     completion = [index for example in examples for index in range(len(example.completions))]
     for name, column in (columns or {}).items():
+        if not isinstance(column, Tensor):
+            raise ValueError(
+                f"collate: column {name}: wanted a tensor, got {type(column).__name__}; make it one, torch.tensor"
+            )
         if column.ndim and len(column) not in (lengths := (len(target), len(completion), len(examples))):
             wanted = "an entry per token, per completion or per example, {}, {} or {}".format(*lengths)
             raise ValueError(f"collate: column {name}: wanted {wanted}, got {len(column)}")
@@ -111,7 +128,7 @@ def token_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
     return Weights(weight, float(len(weight)))
 
 
-def sequence_mean(batch: Batch, *, of: int | str | None = None) -> Weights:
+def length_normalized(batch: Batch, *, of: int | str | None = None) -> Weights:
     """w = 1/|o_i|, Z = N: every completion counts the same (GRPO, Shao et al. 2024, arXiv:2402.03300)."""
     sequence = batch.sequence[batch.tokens_of(of)]
     length = torch.bincount(sequence, minlength=batch.sequences).double()

@@ -62,7 +62,7 @@ RECIPES = {  # in both precisions, on one rank and on two
     "online_dpo": "online_dpo @online --loss '{dpo: 1.0, nll: 0.1}' --missing_eos_penalty 0.5",
 }
 VARIANTS = {  # in float32 on one rank, in bfloat16 on two
-    "sft_mix": "@sft --weighting sequence_mean --loss '{nll: 1, dft: 0.5, z_loss: 1.0e-2, entropy_bonus: 0.01, "
+    "sft_mix": "@sft --weighting length_normalized --loss '{nll: 1, dft: 0.5, z_loss: 1.0e-2, entropy_bonus: 0.01, "
     "label_smoothed_nll: {coefficient: 0.3, label_smoothing: 0.1, weighting: token_mean}}'",
     "sft_padded": "@sft --layout padded --attention eager --schedule cosine --warmup 1 --weight_decay 0.1",
     "sft_packed": "@sft --layout packed --gradient_checkpointing true --keep_bytes 0 --train_on all",

@@ -17,7 +17,8 @@ SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setu
 # The floors of loops/, lowest first. A room imports from lower floors only, and a recipe from no other recipe.
 FLOORS = [
     {"own_code"},
-    {"batch", "config", "registry"},
+    {"registry"},
+    {"batch", "config"},
     {"models"},
     {"rollouts", "train"},
     {"rollouts/local", "rollouts/vllm", "rewards", "runs"},

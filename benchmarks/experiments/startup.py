@@ -76,8 +76,8 @@ def alone(recipe: str, model: str, data: str, output: str) -> None:
         SamplingParams,
         collate,
         frozen_copy,
+        length_normalized,
         pair_mean,
-        sequence_mean,
         train_step,
     )
     from ...objectives import clipped_surrogate, dpo, group_advantage, sequence_sum
@@ -110,7 +110,7 @@ def alone(recipe: str, model: str, data: str, output: str) -> None:
             columns = batch.columns["sampled_logp"], batch.columns["advantage"]
             return {"grpo": clipped_surrogate(policy(batch).logprob, *columns, clip_low=0.2, clip_high=0.2)}
 
-    weightings: Any = {"dpo": {"dpo": (1.0, pair_mean)}, "grpo": {"grpo": (1.0, sequence_mean)}}[recipe]
+    weightings: Any = {"dpo": {"dpo": (1.0, pair_mean)}, "grpo": {"grpo": (1.0, length_normalized)}}[recipe]
     train_step(Accelerator(), policy, optimizer, batches, objective, weightings, max_grad_norm=1.0)
     network.save_pretrained(output)
     tokenizer.save_pretrained(output)

@@ -78,7 +78,9 @@ class MultiTurnSource:
         self._places = asyncio.Semaphore(self.limits.concurrency or sys.maxsize)
         self._closing: set[asyncio.Task[None]] = set()
         self._reported: set[str] = set()
-        self.overlaps, self.stored = self.source.overlaps, self.source.stored
+        self.overlaps = self.source.overlaps
+        self.stored = self.source.stored
+        self.tokenizer = getattr(self.source, "tokenizer", None)  # a scheduler reads prompts of text with it
 
     async def sample(self, request: Request) -> list[Sample]:
         """One conversation for each of ``request.indices``, at the same time; if one fails, all are cancelled.

@@ -32,6 +32,11 @@ class Backbone(nn.Module):
     def __init__(
         self, model: nn.Module, *, mesh: DeviceMesh | None = None, param_dtype: torch.dtype | None = None
     ) -> None:
+        who = type(self).__name__
+        if isinstance(model, Backbone):
+            raise ValueError(f"{who}: wanted a model of transformers or peft, got a {type(model).__name__} of one")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"{who}: wanted a model, got {model!r:.80}; load it by its from_pretrained")
         super().__init__()
         self.model, self.mesh, self.param_dtype = model, mesh, param_dtype
         for module in model.modules():

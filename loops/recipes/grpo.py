@@ -23,7 +23,7 @@ from ..train.mix import WEIGHTINGS, loss_name
 from .settings import GRPO, VariantName
 
 _TIGHT = {"clip_low": 3e-4, "clip_high": 4e-4}
-_GRPO = {"loss": "clipped_surrogate", "weighting": "sequence_mean", "scale": "group", "dynamic_sampling": False}
+_GRPO = {"loss": "clipped_surrogate", "weighting": "length_normalized", "scale": "group", "dynamic_sampling": False}
 VARIANTS: dict[VariantName, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"weighting": "fixed_length", "scale": "none"},

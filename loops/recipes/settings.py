@@ -33,7 +33,7 @@ class SFT(OfflineConfig):
     loss: LossMix = "nll"
     """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
     {label_smoothed_nll: {label_smoothing: 0.1}}."""
-    weighting: Literal["token_mean", "sequence_mean"] = "token_mean"
+    weighting: Literal["token_mean", "length_normalized"] = "token_mean"
     """Weight of a token in every loss without its own weighting: the same for each, or 1 over its completion's
     length."""
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
@@ -165,7 +165,7 @@ class GRPO(PolicyGradientConfig):
 
     variant: VariantName = "grpo"
     """Named settings of the loss, its weighting and the advantage; the settings below override them."""
-    weighting: Literal["token_mean", "sequence_mean", "fixed_length"] | None = None
+    weighting: Literal["token_mean", "length_normalized", "fixed_length"] | None = None
     """Weight of a token: the same for each, 1 over its completion's length, or 1 over max_tokens."""
     scale: Literal["group", "batch", "none"] | None = None
     """Divisor of differences in reward: the standard deviation in the group, in the batch, or nothing."""

@@ -57,6 +57,11 @@ def score(
     """
     if isinstance(rewards, Mapping):
         raise ValueError("score: wanted a list, got a mapping; weigh a function by RewardFunction(name, f, weight)")
+    if callable(rewards) or isinstance(rewards, RewardFunction | str):
+        raise ValueError("score: wanted a list of functions, got one that is in none; write it in brackets, [reward]")
+    for place, function in enumerate(rewards):
+        if not isinstance(function, RewardFunction | str) and not callable(function):
+            raise ValueError(f"score: wanted functions, got {function!r:.80} in place {place}")
     functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), f) for f in rewards]
     rows = [sample.row or {} for sample in samples] if rows is None else rows
     pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...data import Example, balanced
 from ...objectives import sequence_sum
-from ..batch import Batch, collate
+from ..batch import Batch, NamedColumns, collate
 from ..models.rows import Layout
 from ..rewards.table import RewardTable, score
 from ..rollouts.sample import Row, Sample
@@ -57,7 +57,7 @@ class RolloutBuffer:
         self.trained = [sample.trained for sample in self.samples]
         self.sequence = torch.tensor([i for i, trained in enumerate(self.trained) for t in trained if t]).long()
         self.scores: RewardTable = score([], self.samples)
-        self.columns: dict[str, Tensor] = {}
+        self.columns: dict[str, Tensor] = {}  # a plain dict: checkpoints are read without running code
         if version is None:
             version = max((span.version for sample in self.samples for span in sample.spans), default=0)
         logprobs: list[float] = []
@@ -73,9 +73,13 @@ class RolloutBuffer:
         self.mask([sample.finish in untrained for sample in self.samples])
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.columns[name]
+        return NamedColumns(self.columns)[name]
 
     def __setitem__(self, name: str, column: Tensor) -> None:
+        if not isinstance(column, Tensor):
+            raise ValueError(
+                f"rollout: {name} must be a tensor, got {type(column).__name__}; make it one, torch.tensor"
+            )
         if len(column) != len(self.sequence):
             raise ValueError(
                 f"rollout: {name} must have one entry per trained token, {len(self.sequence)}, got {len(column)}; "

@@ -67,6 +67,8 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
     policy = getattr(policy, "module", policy)  # of the wrapper that distributes it over ranks
+    if not isinstance(policy, Policy):
+        raise ValueError(f"frozen_copy: wanted a Policy, got {type(policy).__name__}; wrap it: Policy(model)")
     return frozen(copy.deepcopy(policy, {id(policy.critic): None}), temperature=temperature)
 
 

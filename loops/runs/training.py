@@ -227,20 +227,27 @@ class Training:
         return step == self.feed.steps or (every is not None and step % every == 0)
 
     def evaluate(self) -> dict[str, float]:
-        """The metrics ``eval/...`` of the model as it is; empty without ``eval_data``. Every rank calls it."""
+        """The metrics ``eval/...`` of the model as it is, on ``eval_data``. Every rank calls it.
+
+        Raises:
+            ValueError: if the run has no ``eval_data``.
+        """
+        if self.evaluation is None:
+            raise ValueError("evaluate: this run has no held-out data; give it some, eval_data=rows or eval_data=0.1")
         AcceleratorState._shared_state.update(vars(self.context.accelerator.state))
         metrics: Mapping[str, float] = {}
         with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
             if isinstance(self.evaluation, Feed):
                 batches, policy = self.evaluation(0), self.state["policy"]
                 metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
-            elif self.evaluation is not None:
+            else:
                 metrics = self.evaluation(self.step)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _evaluate(self) -> bool:
         """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
-        held_out, schedule = self.evaluate(), self.state["parts"]["schedule"]
+        held_out = {} if self.evaluation is None else self.evaluate()
+        schedule = self.state["parts"]["schedule"]
         self.metrics |= held_out
         if self.step > 0 and isinstance(schedule, optimizers.AT_EVALUATION):
             schedule.step(held_out["eval/loss"])

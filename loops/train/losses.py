@@ -16,12 +16,13 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...kernels import Extra
 from ...objectives import PerPair, PerToken, Stats, sequence_mean, sequence_sum, wpo_weight
 from ..batch import Batch, Weighting, Weightings, completion_mean, pair_mean, token_mean
 from ..models.lm_head import TeacherOutputs
-from .step import Objective
+from .step import Objective, loss_and_stats
 
 Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
@@ -71,6 +72,18 @@ class Term:
     _inputs: list[tuple[inspect.Parameter, str]] = field(init=False, repr=False, compare=False)  # and their units
 
     def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise ValueError(f"Term: wanted a function of burnish.objectives or your own, got {self.function!r:.80}")
+        if not isinstance(self.coefficient, int | float):
+            raise ValueError(
+                f"Term: the coefficient must be a number, got {self.coefficient!r:.80}; a weighting is "
+                "Term(function, coefficient, weighting)"
+            )
+        if not (self.weighting is None or callable(self.weighting)):
+            raise ValueError(
+                f"Term: the weighting must be a function of a batch, such as burnish.loops.token_mean, "
+                f"got {self.weighting!r:.80}"
+            )
         inputs = [(parameter, _unit(parameter.annotation) or "") for parameter in tensor_parameters(self.function)]
         object.__setattr__(self, "_inputs", inputs)
 
@@ -106,7 +119,7 @@ class Term:
             if self.of is not None and unit in ("tokens", "sequences"):
                 value = value[batch.tokens_of(self.of) if unit == "tokens" else batch.completions_of(self.of)]
             arguments[name] = value
-        loss, stats = self.function(**arguments)
+        loss, stats = loss_and_stats(getattr(self.function, "func", self.function).__name__, self.function(**arguments))
         return (loss if self.factor is None else tensors[self.unit, self.factor] * loss), stats
 
 
@@ -124,7 +137,12 @@ PAIR_METRICS = {"logps/chosen": Term(_pair_logps, 0.0), **ENTROPY}
 
 
 def compose(losses: Mapping[str, Term], read: TensorReader) -> Objective:
-    """The objective that computes these losses from the one forward pass of ``read``."""
+    """The objective that computes these losses from the one forward pass of ``read``.
+
+    Raises:
+        ValueError: if a loss is no `Term`.
+    """
+    _check_terms("compose", losses)
 
     def objective(policy: nn.Module, batch: Batch) -> Mapping[str, tuple[Tensor, Stats]]:
         tensors = read(policy, batch)
@@ -134,7 +152,27 @@ def compose(losses: Mapping[str, Term], read: TensorReader) -> Objective:
 
 
 def weightings(losses: Mapping[str, Term]) -> Weightings:
+    """The coefficient and the weighting of each loss, as `train_step` takes them."""
+    _check_terms("weightings", losses)
     return {name: (term.coefficient, term.weigh) for name, term in losses.items()}
+
+
+def _check_terms(who: str, losses: Mapping[str, Term]) -> None:
+    for name, term in losses.items():
+        if not isinstance(term, Term):
+            raise ValueError(f"{who}: wanted a Term for the loss {name}, got {term!r:.80}; make it one: Term({name})")
+
+
+def _check_policy(who: str, wanted: str, policy: nn.Module) -> None:
+    """Raise ValueError for a transformers or peft model, which takes token ids, not a batch."""
+    inner = policy
+    while isinstance(getattr(inner, "module", None), nn.Module):  # wrapped for several ranks
+        inner = inner.module
+    if isinstance(inner, PreTrainedModel) or hasattr(inner, "peft_config"):
+        raise ValueError(
+            f"{who}: wanted a burnish.loops.{wanted}, got the model itself, {type(inner).__name__}; "
+            f"wrap it: {wanted}(model)"
+        )
 
 
 def columns_of(losses: Mapping[str, Term]) -> list[str]:
@@ -176,7 +214,14 @@ def policy_tensors(
         temperature: of the policy's softmax, the one that completions were sampled at.
     """
 
+    if isinstance(reference, nn.Module):
+        raise ValueError(
+            f"policy_tensors: reference must be a function of a batch that gives log-probs [tokens], got the model "
+            f"itself, {type(reference).__name__}; make one: frozen_copy(policy), or adapters_off(policy)"
+        )
+
     def read(policy: nn.Module, batch: Batch) -> Tensors:
+        _check_policy("policy_tensors", "Policy", policy)
         forward = policy(batch, outputs=outputs, temperature=temperature, teacher=teacher and teacher(batch))
         of_tokens = {
             "logp": forward.logprob,
@@ -215,6 +260,7 @@ def policy_tensors(
 
 def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
     """A scorer's tensors per step, per completion and per pair, under the names of the objectives."""
+    _check_policy("score_tensors", "Scorer", policy)
     score = policy(batch)
     tensors: Tensors = {("tokens", "logit"): score}
     if len(score) == batch.sequences:  # one marked token per completion

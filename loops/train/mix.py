@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 from ...objectives import PerToken, Stats, preference, reference_free, supervised
-from ..batch import Weighting, Weights, fixed_length, sequence_mean, token_mean, weighted
+from ..batch import Weighting, Weights, fixed_length, length_normalized, token_mean, weighted
 from ..config import LossMix
 from ..registry import find, nearest
 from .losses import CHOSEN, REJECTED, TENSORS, Loss, Term, units_of
@@ -26,12 +26,12 @@ def parse_losses(
     weighting: Callable[..., Weights] = token_mean,
     given: Collection[str] = (),
 ) -> dict[str, Term]:
-    """The losses of a configured mix: ``dpo``, or ``{dpo: 1.0, nll: {coefficient: 0.2, weighting: sequence_mean}}``.
+    """The losses of a configured mix: ``dpo``, or ``{dpo: 1, nll: {coefficient: 0.2, weighting: length_normalized}}``.
 
     Your own is named ``module:function``, or is the function itself, in the form of `burnish.objectives`: positional
     parameters are tensors, by name and annotation, or columns of the data; keyword-only ones are hyper-parameters.
 
-    Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean, sequence_mean and
+    Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean, length_normalized and
     fixed_length (with its ``length``); ``of``, the completions it is applied to: all, chosen, rejected, or the name of
     a bool column; and ``weight``, the name of a column that its units are weighted by.
 
@@ -122,7 +122,7 @@ def _weighting(
         if term.unit != "tokens" or kind not in tuple(WEIGHTINGS):
             raise ValueError(
                 f"loss: {name} has one entry per {term.unit.removesuffix('s')}, weighting={kind!r} does not fit; "
-                "wanted token_mean, sequence_mean or fixed_length for a loss of tokens, and none for another"
+                "wanted token_mean, length_normalized or fixed_length for a loss of tokens, and none for another"
             )
         if kind == "fixed_length" and (by is not None or "length" not in settings):
             raise ValueError(f"loss: {name}: weighting fixed_length needs its length, and takes no weight column")
@@ -179,5 +179,5 @@ def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
 # The losses that recipes offer by name: losses of tokens, which every recipe on text can add to its own, and of pairs.
 TOKEN_LOSSES = losses_of(supervised)
 PAIR_LOSSES = {**losses_of(preference), **losses_of(reference_free), **TOKEN_LOSSES, "distillation": distillation}
-WEIGHTINGS: dict[str, Callable[..., Weights]] = {f.__name__: f for f in (token_mean, sequence_mean, fixed_length)}
+WEIGHTINGS: dict[str, Callable[..., Weights]] = {f.__name__: f for f in (token_mean, length_normalized, fixed_length)}
 STEP_COUPLED = {"aot", "aot_unpaired"}  # losses that sort the pairs of a step

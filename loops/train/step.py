@@ -10,7 +10,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,6 +48,22 @@ class StepResult:
     metrics: dict[str, float]
 
 
+def loss_and_stats(name: str, returned: Any) -> tuple[Tensor, Stats]:
+    """What a loss returned, a pair of a tensor and a dict.
+
+    Raises:
+        ValueError: if it returned something else, such as the tensor alone.
+    """
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[0], Tensor) or not isinstance(returned[1], Mapping):
+        raise ValueError(
+            f"loss {name}: wanted (loss, stats), a tensor with one entry per unit and a dict of such tensors, "
+            f"got {type(returned).__name__}; without stats return (loss, {{}})"
+        )
+    loss, stats = returned
+    return loss, dict(stats)
+
+
 class Sums:
     """Weighted sums of losses and stats, in float64, divided once at the end, so that no mean is taken of means.
 
@@ -59,6 +75,12 @@ class Sums:
     def __init__(
         self, accelerator: Accelerator, policy: nn.Module, micro_batches: Sequence[Batch], weightings: Weightings
     ) -> None:
+        for name, entry in weightings.items():
+            if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
+                raise ValueError(
+                    f"step: wanted (coefficient, weighting) for the loss {name}, got {entry!r:.80}; "
+                    "weightings(losses) makes them of Terms"
+                )
         self.accelerator, self.weightings, self.copies = accelerator, weightings, ranks_together(policy)
         self.weights = [{name: weigh(batch) for name, (_, weigh) in weightings.items()} for batch in micro_batches]
         if not self.weights:  # the other ranks would wait for it
@@ -71,13 +93,19 @@ class Sums:
     def add(self, i: int, losses: Mapping[str, tuple[Tensor, Stats]]) -> Tensor | float:
         """Add the losses of micro-batch ``i``; returns its part of the total to train on."""
         total: Tensor | float = 0.0
+        if not isinstance(losses, Mapping):
+            raise ValueError(
+                f"objective: wanted {{name: (loss, stats)}} of named losses, got {type(losses).__name__}; "
+                'return {"mine": (loss, {})}'
+            )
         if losses.keys() != self.weightings.keys():
             raise ValueError(
                 f"objective: wanted the losses that have a weighting ({', '.join(self.weightings)}), got "
                 f"({', '.join(losses)}); a coefficient of 0 only measures one"
             )
         for name, (coefficient, _) in self.weightings.items():
-            weight, (loss, stats) = self.weights[i][name].weight, losses[name]
+            weight = self.weights[i][name].weight
+            loss, stats = loss_and_stats(name, losses[name])
             for metric, value in {name: loss.detach(), **stats}.items():
                 if value.shape != weight.shape:
                     raise ValueError(
@@ -171,7 +199,7 @@ def train_step(
     if given.isdisjoint(policy.parameters()):
         raise ValueError("train_step: the optimizer has no parameter of the policy; make it of policy.parameters()")
     policy.zero_grad()  # of weights that the optimizer lacks, and of a step that failed
-    micro_batches = list(micro_batches)
+    micro_batches = _listed(micro_batches)
     sums = Sums(accelerator, policy, micro_batches, weightings)
     # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
     # reduced for each micro-batch: until then each rank would keep the whole gradient.
@@ -202,6 +230,12 @@ def train_step(
     read = float(sum(len(e.prompt) * len(e.completions) + sum(map(len, e.completions)) for e in examples))
     metrics, counts = sums.means(tokens=tokens, input_tokens=read)
     return {**metrics, "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
+
+
+def _listed(micro_batches: Iterable[Batch]) -> list[Batch]:
+    if isinstance(micro_batches, Batch):
+        raise ValueError("step: wanted a list of micro-batches, got one that is in none; write it in brackets, [batch]")
+    return list(micro_batches)
 
 
 def sum_over_ranks(accelerator: Accelerator, values: Mapping[Name, float], *, copies: int = 1) -> dict[Name, float]:
@@ -269,7 +303,7 @@ def evaluate(
     weightings: Weightings,
 ) -> dict[str, float]:
     """The metrics of `train_step` over these batches, without training."""
-    micro_batches = list(micro_batches)
+    micro_batches = _listed(micro_batches)
     sums = Sums(accelerator, policy, micro_batches, weightings)
     with evaluating(policy):
         for i, batch in enumerate(micro_batches):

@@ -76,7 +76,9 @@ def test_a_model_is_evaluated_without_a_step_as_a_run_evaluates_it_before_the_fi
     getattr(burnish, recipe)(str(saved), rows, str(tmp_path / "run"), **settings).train()
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert before and {name: first[name] for name in before} == before and first["step"] == 0
-    assert getattr(burnish, recipe)(str(saved), rows, **{**settings, "eval_data": None}).evaluate() == {}
+    without = getattr(burnish, recipe)(str(saved), rows, **{**settings, "eval_data": None})
+    with pytest.raises(ValueError, match=r"^evaluate: this run has no held-out data; give it some, eval_data=rows"):
+        without.evaluate()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
-from burnish.loops.batch import fixed_length, sequence_mean
+from burnish.loops.batch import fixed_length, length_normalized
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
 from burnish.loops.models.sharding import whole
@@ -71,7 +71,7 @@ PAIRS = {
     "own": {
         "dpo": 0.7,
         "law:contrast": {"coefficient": 0.5, "gap": 2.0},
-        "law:near_reference": {"coefficient": 0.1, "weighting": "sequence_mean", "of": "all"},
+        "law:near_reference": {"coefficient": 0.1, "weighting": "length_normalized", "of": "all"},
     },
 }
 SCORERS = ("reward", "regression", "ranking", "prm")
@@ -175,7 +175,7 @@ def setup(name, accelerator, mesh=None):
     loss_kwargs = {"beta": 0.3}
     if name == "sft":
         mix = {
-            "nll": {"weighting": "sequence_mean", "weight": "importance"},
+            "nll": {"weighting": "length_normalized", "weight": "importance"},
             "dft": {"coefficient": 0.5},
             "label_smoothed_nll": {"coefficient": 0.3, "label_smoothing": 0.1},
             "z_loss": {"coefficient": 1e-2, "weighting": "fixed_length", "length": 20},
@@ -194,7 +194,7 @@ def setup(name, accelerator, mesh=None):
             "dpo": {"coefficient": 0.7, "weight": "importance"},
             "bco_pair": 0.3,
             "nll": 0.2,
-            "distillation": {"coefficient": 0.1, "weighting": "sequence_mean", "of": "all"},
+            "distillation": {"coefficient": 0.1, "weighting": "length_normalized", "of": "all"},
         }
         terms = {**parse_losses(mix, loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_METRICS}
         terms["bco_pair"] = replace(terms["bco_pair"], factor="wpo")
@@ -214,7 +214,7 @@ def setup(name, accelerator, mesh=None):
     terms = {
         "surrogate": Term(clipped_surrogate),
         "value": Term(value_loss, 0.5),
-        "entropy_bonus": Term(entropy_bonus, 0.01, sequence_mean),
+        "entropy_bonus": Term(entropy_bonus, 0.01, length_normalized),
         "kl": Term(partial(kl_estimate, kind="k3"), 0.1, partial(fixed_length, length=12)),
     }
     bounds = {"old_logp": (-5, -3), "advantage": (-1, 1), "old_value": (-1, 1), "target": (-1, 1)}

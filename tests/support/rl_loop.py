@@ -12,7 +12,7 @@ from burnish.loops import (
     RolloutScheduler,
     SamplingParams,
     from_main,
-    sequence_mean,
+    length_normalized,
     train_step,
 )
 from burnish.objectives import clipped_surrogate, group_advantage
@@ -55,7 +55,7 @@ def train(directory, make_source, *, rewards=(even,), steps=STEPS, precision="no
         scores = rollout.score(rewards)
         rollout["advantage"] = group_advantage(scores.total, scores.group)[rollout.sequence]
         batches = rollout.micro_batches(64, layout=policy.layout)
-        weightings = {"grpo": (1.0, sequence_mean)}
+        weightings = {"grpo": (1.0, length_normalized)}
         step = train_step(accelerator, prepared, optimizer, batches, objective, weightings, max_grad_norm=1.0)
         metrics.append({**step, "reward": scores.total.mean().item(), "samples": rollout.samples})
     if main:

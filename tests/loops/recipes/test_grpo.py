@@ -91,7 +91,7 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ({"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.1}}}, "here kl_estimate, "),
         ({"variant": "gspo", "weighting": "token_mean"}, "weighting: token_mean .* gspo has one entry per completion"),
         (
-            {"loss": {"gmpo": 1, "clipped_surrogate": {"weighting": "token_mean"}}, "weighting": "sequence_mean"},
+            {"loss": {"gmpo": 1, "clipped_surrogate": {"weighting": "token_mean"}}, "weighting": "length_normalized"},
             "gmpo has one entry per completion; clipped_surrogate has its own; leave it out",
         ),
         ({"steps": 0}, "steps: must be > 0, got 0"),

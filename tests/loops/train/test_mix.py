@@ -19,7 +19,7 @@ def test_a_mix_binds_shared_and_own_hyper_parameters():
     mix = {
         "dpo": {"coefficient": 0.8, "beta": 0.5},
         "ipo": 0.2,
-        "nll": {"weighting": "sequence_mean", "of": "rejected"},
+        "nll": {"weighting": "length_normalized", "of": "rejected"},
     }
     terms = parse_losses(mix, {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES, of=CHOSEN)
     assert terms["dpo"].function.keywords == {"beta": 0.5, "label_smoothing": 0.0}

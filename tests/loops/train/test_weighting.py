@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from burnish.data import Example
-from burnish.loops.batch import collate, fixed_length, pair_mean, sequence_mean, token_mean
+from burnish.loops.batch import collate, fixed_length, length_normalized, pair_mean, token_mean
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def batch():
     [
         (token_mean, [1] * 8, 8),
         (partial(token_mean, of=0), [1] * 5, 5),
-        (sequence_mean, [1 / 3] * 3 + [1] + [1 / 2] * 4, 4),
-        (partial(sequence_mean, of=1), [1, 1 / 2, 1 / 2], 2),
+        (length_normalized, [1 / 3] * 3 + [1] + [1 / 2] * 4, 4),
+        (partial(length_normalized, of=1), [1, 1 / 2, 1 / 2], 2),
         (partial(fixed_length, length=10), [1 / 10] * 8, 4),
         (pair_mean, [1, 1], 2),
     ],
@@ -39,12 +39,12 @@ def test_weights_and_denominators_are_those_of_the_definition(batch, weighting, 
 
 def test_shares_of_micro_batches_add_up_to_that_of_the_whole(batch):
     parts = [collate([example]) for example in batch.examples]
-    for weighting in (token_mean, sequence_mean, partial(fixed_length, length=10), pair_mean):
+    for weighting in (token_mean, length_normalized, partial(fixed_length, length=10), pair_mean):
         assert sum(weighting(part).share for part in parts) == weighting(batch).share
         assert torch.equal(torch.cat([weighting(part).weight for part in parts]), weighting(batch).weight)
 
 
 def test_an_empty_batch_weighs_nothing():
-    for weighting in (token_mean, sequence_mean, partial(fixed_length, length=10), pair_mean):
+    for weighting in (token_mean, length_normalized, partial(fixed_length, length=10), pair_mean):
         assert weighting(collate([])).share == 0
         assert weighting(collate([])).weight.shape == (0,)
