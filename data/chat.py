@@ -25,12 +25,16 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from .bounded import excess
 from .columns import ASSISTANT, BadRow, Message, ParsedRow, common_prefix
 from .records import DataError
 from .turns import ADVICE, check_roles, find_begin, full_text, through_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_TRIED: set[str] = set()  # templates that have rendered a conversation within limits
 
 
 def read_chat_template(template: str | os.PathLike[str]) -> str:
@@ -180,6 +184,7 @@ class Encoder:
             raise BadRow("template", "the chat template leaves out 'tools'; use one that knows tools, or name no tools")
         settings = {**self.chat_template_kwargs, **options, **settings}
         apply = partial(self.tokenizer.apply_chat_template, chat_template=self.chat_template, **settings)
+        self._try_out(partial(apply, conversation=messages))
         try:
             try:
                 return apply(conversation=messages)
@@ -190,6 +195,21 @@ class Encoder:
                 return apply(conversation=texts)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadRow("template", f"the chat template refuses the conversation: {error}") from error
+
+    def _try_out(self, apply: Callable[[], Any]) -> None:
+        """Render the first conversation within limits, as a template may loop without end, or fill the memory.
+
+        Raises:
+            DataError: says which limit it exceeds.
+        """
+        if self._source in _TRIED:
+            return
+        if too_much := excess(apply):
+            raise DataError(
+                f"chat_template: it takes {too_much} to render one conversation, so it is not used; read it, and give "
+                "another (--chat_template file.jinja)"
+            )
+        _TRIED.add(self._source)
 
     @cached_property
     def _piece(self) -> Callable[[str], list[int]]:

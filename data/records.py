@@ -21,6 +21,7 @@ from .columns import TEXT_COLUMNS
 
 READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
 READERS |= {".parquet": "parquet", ".arrow": "arrow"}
+_DIAGNOSED = 64 << 20  # bytes of a file that are looked at for a mistake
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 Data: TypeAlias = str | os.PathLike[str] | Dataset | DatasetDict | Sequence[Mapping[str, Any]]
@@ -224,8 +225,9 @@ def _diagnose(path: Path, reader: str, error: Exception) -> str:
     if "zstd not supported" in _root(error):
         return f"{path.name}: it takes the package zstandard to read; install that"
     try:
-        with _open(path) as file:
-            content = file.read()
+        with _open(path) as file:  # a few compressed kilobytes may be gigabytes
+            content = file.read(_DIAGNOSED)
+            is_whole = not file.read(1)
     except (OSError, EOFError) as broken:
         return f"{path.name}: can't be read: {broken}"
     if not content.strip() or "no data" in _root(error):
@@ -234,9 +236,13 @@ def _diagnose(path: Path, reader: str, error: Exception) -> str:
         try:
             json.loads(content)
         except ValueError as wrong:
-            return f"{path.name}: not JSON: {wrong}"
+            if is_whole:
+                return f"{path.name}: not JSON: {wrong}"
+        except RecursionError:
+            return f"{path.name}: not JSON of rows: nested too deeply"
     elif reader == "json":
-        for number, line in enumerate(content.split(b"\n"), 1):
+        lines = content.split(b"\n")
+        for number, line in enumerate(lines if is_whole else lines[:-1], 1):
             if line.strip() and (problem := _problem_of_line(line)):
                 return f"{path.name} line {number}: {problem}; fix or remove the line"
     fix = "; set HF_HOME to a directory with room that can be written" if "[Errno" in _root(error) else ""  # of a cache
@@ -249,6 +255,8 @@ def _problem_of_line(line: bytes) -> str | None:
         json.dumps(value, ensure_ascii=False).encode()  # half a pair of surrogates is no text
     except json.JSONDecodeError as error:
         return f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}"
+    except RecursionError:
+        return "not JSON of a row: nested too deeply"
     except UnicodeError:
         return "not UTF-8 text"
     return None if isinstance(value, dict) else f"wanted a JSON object with named columns, got {type(value).__name__}"

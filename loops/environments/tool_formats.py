@@ -20,21 +20,33 @@ from typing import Any
 
 ParsedCall = tuple[str, dict[str, Any], str]  # name, arguments, and what is wrong
 
-_KEYED = (  # a call, and one of its arguments
-    (r"\s*<function=([^>\n]+)>(.*)</function>\s*", r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>"),
-    (r"\s*([\w.-]+)\s*+((?:<arg_key>.*</arg_value>)?)\s*", r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"),
+_KEYED = (  # a call, and one of its arguments with the tag that ends it
+    (
+        r"\s*<function=([^>\n]+)>(.*)</function>\s*",
+        (r"<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>", "</parameter>"),
+    ),
+    (
+        r"\s*([\w.-]+)\s*+((?:<arg_key>.*</arg_value>)?)\s*",
+        (r"<arg_key>((?:(?!<arg_key>).)*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", "</arg_value>"),
+    ),
 )
-_MUSE = r'<atem:invoke name="([^"]+)">(.*?)</atem:invoke>', r'<atem:parameter name="([^"]+)">(.*?)</atem:parameter>'
+_MUSE = (
+    (r'<atem:invoke name="([^"]+)">(.*?)</atem:invoke>', "</atem:invoke>"),
+    (r'<atem:parameter name="([^"]+)">(.*?)</atem:parameter>', "</atem:parameter>"),
+)
 _WITH_JSON = (
-    r"<｜tool▁sep｜>([^\n]+)\n```json\n(.*?)\n```",
-    r"to=functions\.([\w.-]+?)(?:<\|channel\|>)?commentary json(?:<\|message\|>)?(\{.*\})",
+    (r"<｜tool▁sep｜>([^<\n]+)\n```json\n(.*?)\n```", "\n```"),
+    (r"to=functions\.([\w.-]+?)(?:<\|channel\|>)?commentary json(?:<\|message\|>)?(\{.*\})", "}"),
 )
 # Atomic groups (?>...) read a text that is no call in one way, of the exponentially many to divide it.
 _GEMMA = (
     r'call:([\w.-]+)(\{(?:(?><\|"\|>.*?<\|"\|>)|<\|"\|>(?!.*<\|"\|>)|[^<])*?\})'
     r"(?=<tool_call\|>|(?:<\|tool_call>)?call:|\s*$)"
 )
+_GEMMA_BEGIN = r"call:[\w.-]+\{"
 GEMMA_QUOTE = '<|"|>'
+# Begins of calls, each read to the end of the text in vain, after which a text is taken to hold none.
+_IN_VAIN = 8
 _MISTRAL = r"\s*(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[ARGS\])?(\{.*?\})\s*(?=\[TOOL_CALLS\]|[\w.-]+(?:\[ARGS\])?\{|$)"
 
 
@@ -42,19 +54,43 @@ def parse_keyed(content: str) -> ParsedCall | None:
     """The call between ``<tool_call>`` tags whose arguments are in tags of their own; None if it is not such a call."""
     for call, argument in _KEYED:
         if match := re.fullmatch(call, content, re.DOTALL):
-            return match[1], dict(re.findall(argument, match[2], re.DOTALL)), ""
+            return match[1], dict(_findall(argument, match[2])), ""
     return None
+
+
+def _findall(ended: tuple[str, str], text: str) -> list[tuple[str, str]]:
+    """Pairs that a pattern finds in a text, in time that grows as the text does.
+
+    What follows the last end of a match can hold none. Without it every search for an end succeeds; with it, each of
+    many begins without an end would be searched for one through the whole text.
+    """
+    pattern, end = ended
+    last = text.rfind(end)
+    return re.findall(pattern, text[: last + len(end)], re.DOTALL) if last >= 0 else []
+
+
+def _gemma_calls(text: str) -> list[tuple[str, str]]:
+    """Names and arguments of the calls in Gemma's format, in time that grows as the text does."""
+    calls = []
+    position, in_vain = 0, 0
+    while in_vain < _IN_VAIN and (begin := re.compile(_GEMMA_BEGIN).search(text, position)):
+        call = re.compile(_GEMMA, re.DOTALL).match(text, begin.start())
+        if call:
+            calls.append((call[1], call[2]))
+        in_vain += call is None
+        position = call.end() if call else begin.end()
+    return calls
 
 
 def parse_untagged(text: str) -> list[ParsedCall]:
     """The calls in a text without ``<tool_call>``."""
     call, argument = _MUSE
-    if calls := re.findall(call, text, re.DOTALL):
-        return [(name, dict(re.findall(argument, body, re.DOTALL)), "") for name, body in calls]
+    if calls := _findall(call, text):
+        return [(name, dict(_findall(argument, body)), "") for name, body in calls]
     for pattern in _WITH_JSON:
-        if calls := re.findall(pattern, text, re.DOTALL):
+        if calls := _findall(pattern, text):
             return [parse_arguments(name, arguments) for name, arguments in calls]
-    if calls := re.findall(_GEMMA, text, re.DOTALL):
+    if calls := _gemma_calls(text):
         return [parse_arguments(name, _gemma_json(arguments)) for name, arguments in calls]
     bare = text.strip().removeprefix("[TOOL_CALLS]").lstrip()
     if bare.startswith(("{", "[{")):
@@ -83,7 +119,7 @@ def parse_arguments(name: str, arguments: Any) -> ParsedCall:
 
 def _gemma_json(arguments: str) -> str:
     """Arguments with the quotes of JSON around texts and keys."""
-    quoted = rf"{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|([\w.-]+)(?=:)"
+    quoted = rf"{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|(?<![\w.-])([\w.-]++)(?=:)"
     return re.sub(quoted, lambda match: json.dumps(match[2] or match[1]), arguments, flags=re.DOTALL)
 
 
@@ -97,10 +133,13 @@ def _python_calls(text: str) -> list[ParsedCall]:
 
 
 def _python_call(call: ast.Call) -> ParsedCall:
-    name = ast.unparse(call.func)
+    try:
+        name = ast.unparse(call.func)
+    except RecursionError:
+        return "", {}, "the name of the function is nested too deeply"
     if call.args or not all(keyword.arg for keyword in call.keywords):
         return name, {}, "every argument must be given by its name"
     try:
         return name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}, ""
-    except ValueError as error:
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         return name, {}, f"the arguments are not Python literals: {error}"

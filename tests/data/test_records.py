@@ -5,7 +5,7 @@ import tracemalloc
 
 import datasets
 import pytest
-from burnish.data import DataError, load
+from burnish.data import DataError, load, records
 from datasets import Dataset, DatasetDict
 
 ROWS = [{"prompt": "a", "completion": "42", "margin": 1.5}, {"prompt": "b", "completion": "None", "margin": 2.0}]
@@ -126,6 +126,29 @@ def test_the_mark_at_the_start_of_a_file_from_windows_is_no_part_of_it(tmp_path)
 def test_a_malformed_json_array_is_named_with_the_place(tmp_path) -> None:
     with pytest.raises(DataError, match=r"a\.json: not JSON: .*line 2 column"):
         load(write(tmp_path / "a.json", '[{"text": "a"},\n{"text": "b"]'))
+
+
+@pytest.mark.parametrize("begin", ["nonsense\n", "[1, 2\n", '[{"text": "a"},\n'])
+def test_the_mistake_in_a_large_compressed_file_is_looked_for_in_bounded_memory(tmp_path, begin, monkeypatch) -> None:
+    monkeypatch.setattr(records, "_DIAGNOSED", 1 << 20)
+    path = tmp_path / "a.jsonl.gz"
+    with gzip.open(path, "wt") as file:
+        file.write(begin)
+        for _ in range(40):
+            file.write(lines(ROWS) * 10_000)  # a megabyte
+    tracemalloc.start()
+    try:
+        said = records._diagnose(path, "json", ValueError("bad"))
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000
+    finally:
+        tracemalloc.stop()
+    line = "a.jsonl.gz line 1: not JSON: Expecting value at column 1; fix or remove the line"
+    assert said == (line if begin[0] == "n" else "a.jsonl.gz: the json reader failed: bad")
+
+
+def test_json_that_is_nested_without_end_is_named(tmp_path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl line 1: not JSON of a row: nested too deeply"):
+        load(write(tmp_path / "a.jsonl", '{"a":' * 200_000))
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,39 @@ def test_a_text_that_only_looks_like_calls_is_read_at_once(text):
     assert time.process_time() - begun < 0.3
 
 
+HALVES = [  # begins of calls, and what ends the last one
+    ("call:a{", ""),
+    ("call:a{", "} no end"),
+    ("call:a{x", "}<tool_call|>"),
+    ("a", '<|"|>'),
+    ("<arg_key>", "</arg_value></tool_call>"),
+    ("<arg_key></arg_key><arg_value>", "</arg_value></tool_call>"),
+    ("<parameter=a>", "</function></tool_call>"),
+    ("<parameter=", "</parameter></function></tool_call>"),
+    ('<atem:invoke name="a">', "</atem:invoke>"),
+    ('<atem:invoke name="a">', ""),
+    ("<｜tool▁sep｜>", "\n```"),
+    ("<｜tool▁sep｜>a\n```json\n", ""),
+    ("to=functions.acommentary json{", ""),
+    ("[TOOL_CALLS]a{", ""),
+    ("a{}", ""),
+]
+
+
+@pytest.mark.parametrize("begin", ["", "call:a{", "<tool_call>f<arg_key>", "<tool_call><function=f>"])
+@pytest.mark.parametrize(("half", "end"), HALVES)
+def test_a_text_of_halves_of_calls_is_read_in_linear_time(half, end, begin):
+    text = begin + half * (64_000 // len(half)) + end
+    begun = time.process_time()
+    parse_calls(text)
+    assert time.process_time() - begun < 1.0
+
+
+@pytest.mark.parametrize("text", ["[f(a={[]: 1})]", "[f(a=" + "-" * 5000 + "1)]", "[a" + ".b" * 5000 + "(c=1)]"])
+def test_what_is_no_literal_is_said_back_or_is_no_call(text):
+    assert all(problem for _, _, problem in parse_calls(text))
+
+
 def test_a_text_in_quotes_without_an_end_is_said_back():
     for quotes in (1, 3):
         ((name, _, problem),) = parse_calls("call:f{a:" + '<|"|>x' * quotes + "}")
