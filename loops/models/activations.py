@@ -1,4 +1,4 @@
-"""Activations kept for the backward pass, and what is random in training mode: nothing, or noise on the embeddings."""
+"""Activation checkpointing, no dropout, NEFTune."""
 
 from functools import partial
 from typing import Any, Literal
@@ -6,6 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from .patches import always_evaluate
 
 _aten: Any = torch.ops.aten
 # Products of matrices and attention: most of the time of a forward pass, and less than half of its activations.
@@ -19,7 +22,7 @@ _PRODUCTS = [
 ]
 
 
-def checkpoint_activations(model: Any, keep: Literal[True, "selective", "offload"]) -> None:
+def checkpoint_activations(model: PreTrainedModel, keep: Literal[True, "selective", "offload"]) -> None:
     """Recompute the activations of each layer in backward: gradients stay the same, bit for bit.
 
     Args:
@@ -33,32 +36,36 @@ def checkpoint_activations(model: Any, keep: Literal[True, "selective", "offload
     renamed = hasattr(model, "activation_checkpointing_enable")
     if keep == "offload" and not (renamed and torch.accelerator.is_available()):
         raise ValueError("gradient_checkpointing: offload needs an accelerator, and transformers 5.23 or newer")
-    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    enable: Any = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if keep == "selective":
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
-    enable(kwargs, **({"offload": True} if keep == "offload" else {}))
-    model.enable_input_require_grads()  # frozen embeddings under adapters would cut the graph at its start
+    if keep == "offload":
+        enable(kwargs, offload=True)
+    else:
+        enable(kwargs)
+    # Frozen embeddings under adapters would cut the graph at its start.
+    model.enable_input_require_grads()  # type: ignore[no-untyped-call]
 
 
 def without_randomness(model: nn.Module) -> None:
-    """Let training mode compute what evaluation does: policy and reference must differ only in their weights."""
-    for module in (module for path, module in model.named_modules() if "lora_dropout" not in path):
+    """Let training mode compute what evaluation does: policy and reference must differ only in their weights.
+
+    The dropout of adapters stays: the reference has none.
+    """
+    for path, module in model.named_modules():
+        if "lora_dropout" in path:
+            continue
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
         if any("jitter" in name for name in vars(module)):  # a router, that may sample experts as well
-            module.train = partial(_train_children, module)
+            always_evaluate(module)
 
 
-def _train_children(module: nn.Module, mode: bool = True) -> nn.Module:
-    nn.Module.train(module, mode).training = False
-    return module
-
-
-def add_noise(model: Any, alpha: float) -> None:
+def add_noise(model: PreTrainedModel, alpha: float) -> None:
     """Add uniform noise in ±α/√(L·d) to the embedded tokens wherever gradients are computed in training mode.
 
     L is the number of input tokens of the sequence, for a shared prompt with the longest of its completions; d is the
@@ -66,15 +73,15 @@ def add_noise(model: Any, alpha: float) -> None:
 
     Paper: Jain et al. 2023, "NEFTune", arXiv:2310.05914, Algorithm 1.
     """
-    positions: list[Tensor] = []
+    position_ids: list[Tensor] = []  # of the rows under way, which the embedding itself is not given
 
-    def remember(module: nn.Module, args: Any, kwargs: Any) -> None:
-        positions[:] = [kwargs["position_ids"]]
+    def remember(module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> None:
+        position_ids[:] = [kwargs["position_ids"]]
 
     def noisy(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
-        if not (module.training and torch.is_grad_enabled() and positions):
+        if not (module.training and torch.is_grad_enabled() and position_ids):
             return None
-        bound = alpha / (sequence_lengths(positions[0]) * embedded.shape[-1]).sqrt()
+        bound = alpha / (sequence_lengths(position_ids[0]) * embedded.shape[-1]).sqrt()
         noise = torch.empty_like(embedded).uniform_(-1, 1)
         return embedded + noise * bound[..., None].to(embedded.dtype)
 

@@ -1,10 +1,9 @@
-"""Adapters of peft: where they are put, and what they make of a model's weights."""
+"""Inserting, loading and merging the adapters of peft."""
 
 import copy
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,70 +12,130 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
-from ..config import Common
+from ..config import Common, Lora
 from ..registry import build
 
 log = logging.getLogger(__name__)
 
+# Parts of an adapter, by what their paths hold.
+_ADAPTER_PARTS = ("lora_", "original_module", "modules_to_save.reference")
+# Options of peft's LoraConfig whose adapters change more than a weight.
 _UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
 
 
-def add_adapters(model: Any, config: Common, task: str) -> Any:
+def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
     """Add new adapters, or load those of ``lora.path``; in float32, unless ``config.weights_dtype`` is bfloat16."""
-    lora, options = config.lora, dict[str, Any](autocast_adapter_dtype=config.weights_dtype == "float32")
+    in_float32 = config.weights_dtype == "float32"
     if model.name_or_path and Path(model.name_or_path).is_dir():
-        model.name_or_path = str(Path(model.name_or_path).absolute())  # the adapter may be loaded from elsewhere
-    if lora.path is not None:
-        if lora.r:
-            raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")
-        if not Path(lora.path, "adapter_config.json").exists():
-            raise ValueError(f"lora.path: {lora.path} holds no adapter_config.json; give the directory of an adapter")
-        return PeftModel.from_pretrained(model, lora.path, is_trainable=True, **options)
-    # peft adds to the lists it is given.
-    fields: dict[str, Any] = {
-        name: copy.copy(value) for name, value in vars(lora).items() if name not in ("kwargs", "path")
-    }
-    fields |= {"lora_alpha": fields.pop("alpha"), "lora_dropout": fields.pop("dropout"), "task_type": task}
-    new_head = () if task == "CAUSAL_LM" else ("score", "classifier")  # trains whole
-    unadapted = _not_linear(model) if lora.target_modules == "all-linear" else ()
-    if parts := (*new_head, *unread(model), *unadapted):
-        fields["exclude_modules"] = rf"(.*\.)?({'|'.join(parts)})(\..*)?"
-    targets = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
-    adapted = {name.rpartition(".")[2] for name in (*targets, *(lora.modules_to_save or ()))}
-    tied = {path.rpartition(".")[0] for pair in model.all_tied_weights_keys.items() for path in pair}
-    if adapted & {path.rpartition(".")[2] for path in tied} and "ensure_weight_tying" not in lora.kwargs:
-        fields["ensure_weight_tying"] = True  # a file holds one weight for both
-    if repeated := sorted(fields.keys() & lora.kwargs.keys()):
-        raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
-    if unmerged := sorted(_UNMERGED & lora.kwargs.keys()):
-        raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
-    widest = model.config.get_text_config().hidden_size
-    if lora.r > widest:
-        raise ValueError(f"lora.r: {lora.r} is no low rank, the model is {widest} wide; 8 to 64 is usual")
+        # peft writes it down as the adapter's base, and the adapter may be loaded from elsewhere.
+        model.name_or_path = str(Path(model.name_or_path).absolute())
+    if config.lora.path is not None:
+        _check_stored(config.lora)
+        return PeftModel.from_pretrained(model, config.lora.path, is_trainable=True, autocast_adapter_dtype=in_float32)
+    fields = _lora_fields(model, config.lora, task)
+    _check_new(model, config.lora, fields)
     try:
-        return get_peft_model(model, build("lora.kwargs", LoraConfig, lora.kwargs, **fields), **options)
+        lora_config = build("lora.kwargs", LoraConfig, config.lora.kwargs, **fields)
+        adapted: PeftModel = get_peft_model(model, lora_config, autocast_adapter_dtype=in_float32)
     except (TypeError, ValueError) as error:
-        field, names = "lora", lora.target_modules
-        if "arget modules" in str(error):
-            several = isinstance(names, str) and "," in names
-            listed = f" (a list is written [{', '.join(str(names).split(','))}])" if several else ""
-            field = f"lora.target_modules: {names}{listed}"
-        raise ValueError(f"{field}: {error}") from error
+        raise ValueError(f"{_field_of(error, config.lora)}: {error}") from error
+    return adapted
+
+
+def _check_stored(lora: Lora) -> None:
+    """Raise ValueError if there is no adapter to load, or it is to have another rank than its own."""
+    if lora.r:
+        raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")
+    if not Path(str(lora.path), "adapter_config.json").exists():
+        raise ValueError(f"lora.path: {lora.path} holds no adapter_config.json; give the directory of an adapter")
+
+
+def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
+    """The fields of peft's `LoraConfig` that the settings and the model decide."""
+    # Copies: peft adds to the lists it is given.
+    fields = {name: copy.copy(value) for name, value in vars(lora).items()}
+    del fields["kwargs"], fields["path"]
+    fields["lora_alpha"] = fields.pop("alpha")
+    fields["lora_dropout"] = fields.pop("dropout")
+    fields["task_type"] = task
+
+    excluded = list(unread(model))
+    if task != "CAUSAL_LM":  # the new head trains whole
+        excluded = ["score", "classifier", *excluded]
+    if lora.target_modules == "all-linear":
+        excluded += _not_linear(model)
+    if excluded:
+        fields["exclude_modules"] = rf"(.*\.)?({'|'.join(excluded)})(\..*)?"
+    if _adapts_tied(model, lora) and "ensure_weight_tying" not in lora.kwargs:
+        fields["ensure_weight_tying"] = True  # a file holds one weight for both
+    return fields
+
+
+def _adapts_tied(model: Any, lora: Lora) -> bool:
+    """True if a module that gets adapters, or trains whole, shares its weight with another."""
+    named = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
+    adapted = {_last_part(name) for name in (*named, *(lora.modules_to_save or ()))}
+    tied_weights = (path for pair in model.all_tied_weights_keys.items() for path in pair)
+    tied = {_last_part(path.rpartition(".")[0]) for path in tied_weights}
+    return not adapted.isdisjoint(tied)
+
+
+def _last_part(path: str) -> str:
+    """The name of a module, without the modules that it is in."""
+    return path.rpartition(".")[2]
+
+
+def _check_new(model: Any, lora: Lora, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of peft that don't fit, and for a rank wider than the model."""
+    repeated = sorted(fields.keys() & lora.kwargs.keys())
+    if repeated:
+        raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
+    unmerged = sorted(_UNMERGED & lora.kwargs.keys())
+    if unmerged:
+        raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
+    width = model.config.get_text_config().hidden_size
+    if lora.r > width:
+        raise ValueError(f"lora.r: {lora.r} is no low rank, the model is {width} wide; 8 to 64 is usual")
+
+
+def _field_of(error: Exception, lora: Lora) -> str:
+    """The setting that an error of peft is about, and a hint if a list was written as a string."""
+    if "arget modules" not in str(error):
+        return "lora"
+    named = lora.target_modules
+    hint = ""
+    if isinstance(named, str) and "," in named:
+        hint = f" (a list is written [{', '.join(named.split(','))}])"
+    return f"lora.target_modules: {named}{hint}"
 
 
 @torch.no_grad()
 def _not_linear(plain: nn.Module) -> Iterator[str]:
-    """Linear layers of `transformers` that compute something else, such as a router its choice of experts; and those
-    whose weight a Mamba layer's kernel multiplies by, without their adapter."""
+    """The names of linear layers that an adapter would not adapt.
+
+    Some layers of `transformers` are linear by their class and compute something else, such as a router its choice of
+    experts; and a Mamba layer's kernel multiplies by the weight of ``out_proj`` itself, without an adapter.
+    """
     for name, module in plain.named_modules():
         if hasattr(module, "D") and hasattr(module, "out_proj"):
             yield f"{name}.out_proj"
-        elif isinstance(module, nn.Linear) and ".models." in type(module).__module__:
-            states = module.weight.new_ones(1, 3, module.in_features)
-            with suppress(RuntimeError):
-                if getattr(module(states), "shape", None) == (1, 3, module.out_features):
-                    continue
+        elif isinstance(module, nn.Linear) and _is_of_transformers(module) and not _maps_states(module):
             yield name
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """True for a class that a model of `transformers` defines for itself."""
+    return ".models." in type(module).__module__
+
+
+def _maps_states(layer: nn.Linear) -> bool:
+    """True if the layer, tried out, turns states into states as a linear layer does."""
+    states = layer.weight.new_ones(1, 3, layer.in_features)
+    try:
+        output = layer(states)
+    except RuntimeError:
+        return False
+    return getattr(output, "shape", None) == (1, 3, layer.out_features)
 
 
 def unread(plain: Any) -> dict[str, nn.Module]:
@@ -84,56 +143,79 @@ def unread(plain: Any) -> dict[str, nn.Module]:
     if plain.config.get_text_config() is plain.config:
         return {}
     text = set(plain.get_decoder().parameters())
-    return {name: part for name, part in plain.base_model.named_children() if text.isdisjoint(part.parameters())}
+    parts = plain.base_model.named_children()
+    return {name: part for name, part in parts if text.isdisjoint(part.parameters())}
 
 
 def may_stay_in_files(config: Common, task: str) -> bool:
-    """True if the model can be sharded before its weights are read. Creating some adapters reads weights, or copies
-    them."""
-    lora, sharded = config.lora, config.parallel.copy_size > 1
-    made = not lora.adds_nothing or lora.use_dora or lora.kwargs or lora.target_parameters or lora.modules_to_save
-    read = lora.enabled and bool(made or task != "CAUSAL_LM")  # those of a classifier copy its head
-    if sharded and read:
+    """True if the model can be sharded before its weights are read.
+
+    Creating some adapters reads weights, or copies them: then every rank reads all of them.
+    """
+    if config.parallel.copy_size <= 1:
+        return False
+    if _reads_weights(config.lora, task):
         log.warning("lora: these adapters are made of the model's weights, so every rank reads all of them")
-    return sharded and not read
+        return False
+    return True
+
+
+def _reads_weights(lora: Lora, task: str) -> bool:
+    """True if these adapters are made of the model's weights; the adapters of a classifier copy its head."""
+    if not lora.enabled:
+        return False
+    copies = lora.target_parameters or lora.modules_to_save
+    computes = not lora.adds_nothing or lora.use_dora or lora.kwargs
+    return bool(copies or computes or task != "CAUSAL_LM")
 
 
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the entries of a plain model's state_dict, with the active adapters merged."""
-    wrapped: Any = model
+    plain: Any = model.get_base_model()
     known: set[str] = set()
-    for name, module in wrapped.get_base_model().named_modules():
-        path = re.sub(r"\.(base_layer|modules_to_save\.default|token_adapter)", "", name)
-        tensors: dict[str, Tensor] = {}
+    for path, module in plain.named_modules():
+        name = re.sub(r"\.(base_layer|modules_to_save\.default|token_adapter)", "", path)
         if hasattr(module, "get_delta_weight"):
             tensors = _merged_layer(module)
         elif hasattr(module, "get_merged_weights"):
             tensors = {"weight": module.get_merged_weights(module.active_adapters)}
-        elif not any(part in name for part in ("lora_", "original_module", "modules_to_save.reference")):
-            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-            # Loaded as a parameter, it would itself come to require gradients again.
-            tensors = {kind: tensor.detach() for kind, tensor in held if kind not in module._non_persistent_buffers_set}
-            if isinstance(module, nn.Linear) and f"{path}.weight" not in known:  # quantized, without an adapter
-                tensors["weight"] = dequantize_module_weight(module).detach()
+        elif any(part in path for part in _ADAPTER_PARTS):
+            continue
+        else:
+            tensors = _own_tensors(module, dequantize=f"{name}.weight" not in known)
         for kind, tensor in tensors.items():
-            place = f"{path}.{kind}" if path else kind
-            if place not in known:
+            place = f"{name}.{kind}" if name else kind
+            if place not in known:  # an adapted layer comes before the layer inside it
                 known.add(place)
                 yield place, tensor
+
+
+def _own_tensors(module: nn.Module, *, dequantize: bool) -> dict[str, Tensor]:
+    """A module's own weights and buffers, of those that a state_dict holds."""
+    held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    in_no_file = module._non_persistent_buffers_set
+    # Detached: loaded as a parameter, a tensor would come to require gradients again.
+    tensors = {kind: tensor.detach() for kind, tensor in held if kind not in in_no_file}
+    if isinstance(module, nn.Linear) and dequantize:
+        tensors["weight"] = dequantize_module_weight(module).detach()
+    return tensors
 
 
 @torch.no_grad()
 def _merged_layer(module: Any) -> dict[str, Tensor]:
     """Weight and bias of a peft layer, with its active adapters merged."""
-    kind, layer = getattr(module, "parameter_name", "weight"), module.get_base_layer()
+    kind = getattr(module, "parameter_name", "weight")
+    layer = module.get_base_layer()
     weight = dequantize_module_weight(layer) if kind == "weight" else getattr(layer, kind)
     merged: dict[str, Tensor] = {}
     for adapter in module.active_adapters:
-        if variant := module.lora_variant.get(adapter):
+        variant = module.lora_variant.get(adapter)
+        if variant:  # DoRA and others, which don't only add
             weight = variant.merge_safe(module, adapter, weight)
         else:
             weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
-        bias = getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
-        if bias is not None:
-            merged["bias"] = layer.bias + module.scaling[adapter] * bias
+        if adapter in module.lora_B:
+            bias = getattr(module.lora_B[adapter], "bias", None)
+            if bias is not None:
+                merged["bias"] = layer.bias + module.scaling[adapter] * bias
     return {**merged, kind: weight}

@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
+from .patches import never_repack
 from .rotary import rotate_by_sequence
 from .rows import Layout, Rows, arrange
+
+if TYPE_CHECKING:
+    from .context_parallel import Columns
 
 T = TypeVar("T")
 
@@ -20,6 +24,7 @@ class Backbone(nn.Module):
 
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
+        layout: of the rows of a batch; chosen by a probe.
         read: where trained tokens are read: at the position before their own, or at their own.
         mesh, param_dtype: of its shards, see `shard`; None if every rank has all of it.
         same_rotary: see `rotate_by_sequence`.
@@ -27,7 +32,8 @@ class Backbone(nn.Module):
     """
 
     read: Literal["before", "at"] = "before"
-    columns: Any = None
+    layout: Layout
+    columns: "Columns | None" = None
 
     def __init__(
         self, model: nn.Module, *, mesh: DeviceMesh | None = None, param_dtype: torch.dtype | None = None
@@ -38,11 +44,10 @@ class Backbone(nn.Module):
         if not isinstance(model, nn.Module):
             raise ValueError(f"{who}: wanted a model, got {model!r:.80}; load it by its from_pretrained")
         super().__init__()
-        self.model, self.mesh, self.param_dtype = model, mesh, param_dtype
-        for module in model.modules():
-            # On some CPUs bitsandbytes repacks 4-bit weights when it evaluates; then they can't be trained on.
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
+        self.model = model
+        self.mesh = mesh
+        self.param_dtype = param_dtype
+        never_repack(model)
         self.same_rotary = rotate_by_sequence(model)
 
     @property
@@ -56,15 +61,24 @@ class Backbone(nn.Module):
         return next(self.model.parameters()).device
 
     def arranged(self, examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
-        lengths = (len(example.prompt) + max(map(len, example.completions)) for example in examples)
-        if layout == "shared" and self.same_rotary is not None and max(lengths, default=0) > self.same_rotary:
-            layout = "packed"  # two completions may turn their prompt by different frequencies
+        """The examples laid out as input of this model, and of this rank's columns where rows are split."""
+        if layout == "shared" and self.same_rotary is not None:
+            longest = max((_length(example) for example in examples), default=0)
+            if longest > self.same_rotary:
+                layout = "packed"  # two completions may turn their prompt by different frequencies
         # Flash attention tells sequences apart by restarting positions only in a batch of one row.
         attention = str(self.plain.config._attn_implementation)
-        one_row = one_row or ("flash" in attention and layout == "packed")
-        options: Any = {"one_row": one_row, "blocks": attention == "flex_attention", "device": self.device}
-        size = self.columns.size if self.columns else 1
-        rows = arrange(examples, layout, read=self.read, multiple_of=size, **options)
+        if "flash" in attention and layout == "packed":
+            one_row = True
+        rows = arrange(
+            examples,
+            layout,
+            read=self.read,
+            one_row=one_row,
+            blocks=attention == "flex_attention",
+            multiple_of=1 if self.columns is None else self.columns.size,
+            device=self.device,
+        )
         return rows if self.columns is None else self.columns.reads(rows)
 
     def gathered(self, values: T, rows: Rows) -> T:
@@ -82,28 +96,43 @@ class Backbone(nn.Module):
         return output.flatten(0, 1)[rows.position]
 
     def model_input(self, rows: Rows) -> dict[str, Any]:
+        """The arguments of a forward pass of `transformers`."""
         mask = rows.attention_mask
         if isinstance(mask, Tensor) and mask.ndim == 4 and self.plain.config._attn_implementation == "eager":
             # Eager attention adds its mask to the scores.
             scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-        # With a cache, transformers treats restarting positions as one sequence, and sequences see each other.
-        ids = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
-        return {**ids, "attention_mask": mask, "use_cache": False}
+        return {
+            "input_ids": rows.input_ids,
+            "position_ids": rows.position_ids,
+            "attention_mask": mask,
+            # With a cache, transformers treats restarting positions as one sequence, and sequences see each other.
+            "use_cache": False,
+        }
 
     @contextmanager
     def probing(self) -> Iterator[bool]:
         """Context of a probe: without dropout, and under autocast if the weights are of two precisions. Yields True if
         products are not rounded by autocast."""
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
-        dtypes |= {self.param_dtype} if self.param_dtype else set()
-        mixed = {torch.float32, torch.bfloat16} <= dtypes  # else the caller's autocast, if any, holds
-        with evaluating(self.model), torch.autocast(self.device.type, torch.bfloat16) if mixed else nullcontext():
-            yield not torch.is_autocast_enabled(self.device.type)
+        if self.param_dtype is not None:
+            dtypes.add(self.param_dtype)
+        kind = self.device.type
+        mixed = {torch.float32, torch.bfloat16} <= dtypes
+        # Otherwise the caller's autocast, if any, holds.
+        precision = torch.autocast(kind, torch.bfloat16) if mixed else nullcontext()
+        with evaluating(self.model), precision:
+            yield not torch.is_autocast_enabled(kind)
+
+
+def _length(example: Example) -> int:
+    """Tokens of the longest sequence of an example."""
+    return len(example.prompt) + max(map(len, example.completions))
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context with a model in evaluation mode; every module comes back in the mode that it was in."""
     training = [module for module in model.modules() if module.training]  # a policy may be, and its model not
     model.eval()
     try:

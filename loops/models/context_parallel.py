@@ -12,27 +12,30 @@ Paper: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .backbone import Backbone
+from .patches import wrap_attention
 from .probe import PROBE, REFUSALS, layer_list
 from .rows import Rows
+
+T = TypeVar("T")
 
 
 class Columns:
     """The columns of rows that this rank of a mesh computes, and their exchange with the other ranks."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.group = mesh.get_group()
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
 
     def reads(self, rows: Rows) -> Rows:
         """These rows, of which this rank reads the trained tokens in its columns; their width is a multiple of n."""
@@ -43,34 +46,54 @@ class Columns:
         """[rows, width, ...] -> [rows, width / n, ...]"""
         return tensor[:, self.rank :: self.size]
 
-    def gather(self, values: Any, rows: Rows) -> Any:
+    def gather(self, values: T, rows: Rows) -> T:
         """Tensors of this rank's trained tokens as those of all of them; the gradient reaches this rank's own."""
-        mine: Any = rows.mine
+        mine = rows.mine
+        assert mine is not None
 
         def gathered(own: Tensor) -> Tensor:
             every = own.new_zeros(len(mine), *own.shape[1:]).index_put((mine,), own.detach())
             dist.all_reduce(every, group=self.group)
             return every.index_put((mine,), own)
 
-        return tree_map_only(Tensor, gathered, values)
+        result: T = tree_map_only(Tensor, gathered, values)
+        return result
 
     def attend(
-        self, attention: Any, module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+        self,
+        attention: Callable[..., tuple[Tensor, Any]],
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of states [rows, heads, width / n, D], [rows, width / n, heads, D]."""
+        """Attention of query, key and value [rows, heads, width / n, D]: [rows, width / n, heads, D]."""
         copies = self.size // math.gcd(key.shape[1], self.size)  # every rank needs a key for each of its queries
+        if copies > 1:
+            key = key.repeat_interleave(copies, 1)
+            value = value.repeat_interleave(copies, 1)
+        query = self._heads_for_columns(query)
+        key = self._heads_for_columns(key)
+        value = self._heads_for_columns(value)
         groups = getattr(module, "num_key_value_groups", 1)
-        key, value = (states.repeat_interleave(copies, 1) if copies > 1 else states for states in (key, value))
-        query, key, value = (
-            self._exchange(each.unflatten(1, (self.size, -1)).movedim(1, 0)).movedim(0, 3).flatten(2, 3)
-            for each in (query, key, value)
-        )  # [rows, heads / n, width, D]
         module.num_key_value_groups = groups // copies  # by which attention functions repeat keys
         try:
             output, _ = attention(module, query, key, value, *args, **kwargs)
         finally:  # activations that are recomputed end by an exception
             module.num_key_value_groups = groups
-        return self._exchange(output.unflatten(1, (-1, self.size)).movedim(2, 0)).movedim(0, 2).flatten(2, 3), None
+        return self._columns_for_heads(output), None
+
+    def _heads_for_columns(self, states: Tensor) -> Tensor:
+        """[rows, heads, width / n, D] -> [rows, heads / n, width, D]"""
+        of_ranks = torch.unflatten(states, 1, (self.size, -1)).movedim(1, 0)
+        return self._exchange(of_ranks).movedim(0, 3).flatten(2, 3)
+
+    def _columns_for_heads(self, states: Tensor) -> Tensor:
+        """[rows, width, heads / n, D] -> [rows, width / n, heads, D]"""
+        of_ranks = torch.unflatten(states, 1, (-1, self.size)).movedim(2, 0)
+        return self._exchange(of_ranks).movedim(0, 2).flatten(2, 3)
 
     def _exchange(self, states: Tensor) -> Tensor:
         """Exchange the entries of the first dimension, one per rank."""
@@ -87,13 +110,14 @@ def split_columns(backbone: Backbone, output: Callable[[Rows], Tensor]) -> None:
         ValueError: if the heads of the model's attention can't be shared out, or it looks along the sequence by more
             than the attention functions of `transformers`.
     """
-    mesh, plain = backbone.mesh, backbone.plain
+    mesh = backbone.mesh
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         return
     if getattr(backbone, "critic", None) is not None:
         raise ValueError("parallel.cp_size: the rows of a critic are not split; shard it by --parallel.dp_shard_size")
-    columns, who = Columns(mesh["cp"]), f"parallel.cp_size: {type(plain).__name__}"
-    heads = getattr(plain.config.get_text_config(), "num_attention_heads", None)
+    columns = Columns(mesh["cp"])
+    who = f"parallel.cp_size: {type(backbone.plain).__name__}"
+    heads = getattr(backbone.plain.config.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % columns.size:
         raise ValueError(f"{who} has num_attention_heads={heads}, no multiple of {columns.size}; lower it")
     reason = _split(backbone, columns, output)
@@ -102,38 +126,56 @@ def split_columns(backbone: Backbone, output: Callable[[Rows], Tensor]) -> None:
 
 
 @torch.no_grad()
-def _split(backbone: Any, columns: Columns, output: Callable[[Rows], Tensor]) -> str | None:
+def _split(backbone: Backbone, columns: Columns, output: Callable[[Rows], Tensor]) -> str | None:
     """Split the columns; returns the reason if the output is another one."""
-    if (path := layer_list(backbone.plain)) is None:
+    path = layer_list(backbone.plain)
+    if path is None:
         return "its layers are not known"
-    layers = backbone.plain.get_submodule(path)
+    # Laid out in one row, or in three where rows are padded: an odd number.
     examples = [PROBE[0], PROBE[1]._replace(completions=PROBE[1].completions[:1], trained=PROBE[1].trained[:1])]
-    rows = partial(backbone.arranged, examples, backbone.layout, one_row=True)  # or three: an odd number
+
+    def rows() -> Rows:
+        return backbone.arranged(examples, backbone.layout, one_row=True)
+
     with backbone.probing() as exact:
         expected = output(rows()).double()
         backbone.columns = columns
-        for module in layers.modules():
-            module.columns = columns
-        layers[0].register_forward_pre_hook(lambda layer, args: (columns.slice(args[0]), *args[1:]))
-        for module in backbone.plain.modules():
-            if "RotaryEmbedding" in type(module).__name__:  # of whole rows
-                module.register_forward_hook(lambda rotary, args, angles: tree_map_only(Tensor, columns.slice, angles))
-        attentions: Any = ALL_ATTENTION_FUNCTIONS
-        if not isinstance(attentions.get_interface, partial):
-            attentions.get_interface = partial(_choose, attentions.get_interface)
+        _compute_columns(backbone.plain, path, columns)
         try:
-            found = columns.gather(output(split := rows()), split).double()
+            split = rows()
+            found = columns.gather(output(split), split).double()
         except REFUSALS as error:
             return f"{type(error).__name__}: " + str(error).partition("\n")[0]
-    tolerance = 1e-3 if exact and torch.finfo(backbone.plain.dtype).eps < 1e-5 else 0.05
-    return None if (found - expected).norm() <= tolerance * expected.norm() else "it computes something else"
+    # Only products of other shapes round otherwise.
+    in_float32 = exact and torch.finfo(backbone.plain.dtype).eps < 1e-5
+    tolerance = 1e-3 if in_float32 else 0.05
+    if (found - expected).norm() <= tolerance * expected.norm():
+        return None
+    return "it computes something else"
 
 
-def _choose(choose: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of how `transformers` chooses an attention function, whose name stays: masks are made by it."""
-    return partial(_attend, choose(*args, **kwargs))
+def _compute_columns(plain: Any, layers_path: str, columns: Columns) -> None:
+    """Let the layers of a `transformers` model compute these columns of rows, and their attention exchange states."""
+    layers = plain.get_submodule(layers_path)
+    for module in layers.modules():
+        module.columns = columns
+
+    def slice_states(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (columns.slice(args[0]), *args[1:])
+
+    def slice_angles(rotary: nn.Module, args: Any, angles: Any) -> Any:
+        return tree_map_only(Tensor, columns.slice, angles)
+
+    layers[0].register_forward_pre_hook(slice_states)
+    for module in plain.modules():
+        if "RotaryEmbedding" in type(module).__name__:  # it turns whole rows
+            module.register_forward_hook(slice_angles)
+    wrap_attention(_attend)
 
 
-def _attend(attention: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _attend(attention: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call an attention function of `transformers`: in a layer whose columns are split, on all ranks together."""
     columns: Columns | None = getattr(module, "columns", None)
-    return (partial(columns.attend, attention) if columns else attention)(module, *args, **kwargs)
+    if columns is None:
+        return attention(module, *args, **kwargs)
+    return columns.attend(attention, module, *args, **kwargs)

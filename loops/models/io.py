@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -39,31 +39,53 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     Raises:
         ValueError: if the tokenizer can't be loaded, most likely because there is no such model.
     """
-    field = "model" if config.tokenizer is None else "tokenizer"
-    name = getattr(config, field)
-    if isinstance(name, nn.Module):  # the name that it was loaded by
-        name = getattr(getattr(name, "config", None), "_name_or_path", "")
-        if not name:
-            raise ValueError("tokenizer: a model made in memory has no name to find one by; give the tokenizer")
-    loaded = isinstance(name, str)
-    adapter = Path(name, "adapter_config.json") if loaded else Path()
+    if config.tokenizer is None:
+        field, named = "model", config.model
+    else:
+        field, named = "tokenizer", config.tokenizer
+    if isinstance(named, nn.Module):
+        named = _name_of(named)
+    tokenizer: transformers.PreTrainedTokenizerBase
+    if not isinstance(named, str):
+        tokenizer = named
+        if config.chat_template is not None:
+            tokenizer = copy.deepcopy(tokenizer)
+    else:
+        _refuse_adapter(named)
+        tokenizer = _tokenizer_named(field, named)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.chat_template)
+    return tokenizer
+
+
+def _name_of(model: nn.Module) -> str:
+    """The name that a model passed as an object was loaded by."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", "")
+    if not name:
+        raise ValueError("tokenizer: a model made in memory has no name to find one by; give the tokenizer")
+    return str(name)
+
+
+def _refuse_adapter(name: str) -> None:
+    """Raise ValueError for a directory that holds an adapter and no model."""
+    adapter = Path(name, "adapter_config.json")
     if adapter.is_file() and not adapter.with_name("config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")
         raise ValueError(f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}")
+
+
+def _tokenizer_named(field: str, name: str) -> Any:
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name) if loaded else name
+        return transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
-            with blaming(f"{field}: {name}"):
+            with blaming(f"{field}: {name}"):  # says what to do instead
                 raise
         raise ValueError(
             f"{field}: {name} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
             f"that can be reached; check the name. {error}"
         ) from error
-    if config.chat_template is not None:
-        tokenizer = tokenizer if loaded else copy.deepcopy(tokenizer)
-        tokenizer.chat_template = read_chat_template(config.chat_template)
-    return tokenizer
 
 
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
@@ -76,7 +98,7 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
     auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
     if isinstance(config.model, nn.Module):
         return load_model(config, auto, task)
-    architecture = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)(config.model)
+    architecture = _architecture(config)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
     verbosity = transformers.logging.get_verbosity()
@@ -94,61 +116,132 @@ def load_model(
 
     A model passed as an object is converted in place to that precision, unless it has adapters or is quantized.
 
+    Args:
+        auto: the class of `transformers`, or one assembled from its parts, that loads a model by its name.
+        task: the kind of model, as peft calls it.
+        options: passed on to ``from_pretrained``.
+
     Raises:
         ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU, or if a model
             passed as an object is to be quantized, or to get adapters in addition to its own.
     """
-    in_memory, adapters = isinstance(config.model, nn.Module), config.lora.enabled
     if config.attention == "flex_attention" and not torch.cuda.is_available():
         raise ValueError("attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa")
-    if in_memory and config.quantize:
-        raise ValueError("quantize: the model is loaded already; load it quantized, or give its name")
-    if isinstance(config.model, PeftModel) and adapters:
-        raise ValueError("lora.r: the model has adapters already; leave lora out, or give the model without them")
-    injected = in_memory and any(hasattr(module, "base_layer") for module in config.model.modules())
-    if injected and not isinstance(config.model, PeftModel):
-        raise ValueError("model: an earlier run left adapters in it; give that run's model, or load it again")
-    described = blaming(f"model: {config.model}")(transformers.AutoConfig.from_pretrained)
-    architecture: Any = config.model if in_memory else described(config.model)
-    stored = getattr(architecture, "dtype", None)
-    quantized = getattr(architecture, "is_quantized", hasattr(architecture, "quantization_config"))
-    if (config.quantize or quantized) and not (adapters or isinstance(config.model, PeftModel)):
-        raise ValueError("quantize: quantized weights can't be trained; add adapters, such as --lora.r 16")
-    # Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
-    precision = config.weights_dtype if config.dtype == "bfloat16" and not adapters else config.dtype
-    dtype = getattr(torch, precision)
     model: Any = config.model
-    if in_memory:
-        if not (quantized or isinstance(model, PeftModel)):
-            _convert_and_say(model, dtype)
-        if config.attention is not None:
-            model.set_attn_implementation(config.attention)
+    if isinstance(model, nn.Module):
+        _check_loaded(config, model)
+        architecture: Any = model
     else:
-        options |= {"attn_implementation": config.attention, **_quantization(config)}
-        blamed = f"model: {config.model}" + (f" with attention {config.attention}" if config.attention else "")
-        with blaming(blamed), left_in_files(may_stay_in_files(config, task)):
-            model = read_model(auto, config.model, new_head=task != "CAUSAL_LM", dtype=dtype, **options)
+        architecture = _architecture(config)
+    # Read before anything is converted: what the files, or the caller's model, hold.
+    stored_dtype = getattr(architecture, "dtype", None)
+    quantized = _is_quantized(architecture)
+    if (config.quantize or quantized) and not (config.lora.enabled or isinstance(model, PeftModel)):
+        raise ValueError("quantize: quantized weights can't be trained; add adapters, such as --lora.r 16")
+
+    if isinstance(model, nn.Module):
+        _prepare_loaded(config, model, quantized=quantized)
+    else:
+        model = _read_from_files(config, auto, task, options)
     without_randomness(model)
     if config.dtype != "float64":
-        model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored
+        # `save_model` rounds to it.
+        model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored_dtype
     if config.gradient_checkpointing:
         checkpoint_activations(model, config.gradient_checkpointing)
     if config.neftune_noise_alpha:
         add_noise(model, config.neftune_noise_alpha)
-    if adapters:
+    if config.lora.enabled:
         model = add_adapters(model, config, task)
-        if config.weights_dtype == "float32":  # peft makes copies of modules, and new heads, in the model's precision
-            for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
-                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    for module in unread(model.get_base_model() if isinstance(model, PeftModel) else model).values():
-        module.requires_grad_(False)  # DDP would wait for their gradients
-    return model.train()  # type: ignore[no-any-return]
+        if config.weights_dtype == "float32":
+            _train_in_float32(model)
+    freeze_unread(model)
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+def _architecture(config: Common) -> transformers.PretrainedConfig:
+    """The model's own configuration, read by its name."""
+    with blaming(f"model: {config.model}"):
+        found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(config.model)
+        return found
+
+
+def _is_quantized(architecture: Any) -> bool:
+    """True if a model says so, or if its configuration holds how its files are quantized."""
+    described = hasattr(architecture, "quantization_config")
+    return bool(getattr(architecture, "is_quantized", described))
+
+
+def _check_loaded(config: Common, model: nn.Module) -> None:
+    """Raise ValueError if the settings ask of a model in memory what only loading it could do."""
+    if config.quantize:
+        raise ValueError("quantize: the model is loaded already; load it quantized, or give its name")
+    if isinstance(model, PeftModel):
+        if config.lora.enabled:
+            raise ValueError("lora.r: the model has adapters already; leave lora out, or give the model without them")
+    elif any(hasattr(module, "base_layer") for module in model.modules()):
+        raise ValueError("model: an earlier run left adapters in it; give that run's model, or load it again")
+
+
+def _weights_dtype(config: Common) -> torch.dtype:
+    """The dtype of the weights in memory.
+
+    Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
+    Frozen ones, under adapters, have the dtype that is computed in.
+    """
+    trained_whole = not config.lora.enabled
+    name = config.weights_dtype if config.dtype == "bfloat16" and trained_whole else config.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _prepare_loaded(config: Common, model: Any, *, quantized: bool) -> None:
+    """Convert a model that was passed as an object, in place."""
+    if not (quantized or isinstance(model, PeftModel)):
+        _convert_and_say(model, _weights_dtype(config))
+    if config.attention is not None:
+        model.set_attn_implementation(config.attention)
+
+
+def _read_from_files(config: Common, auto: Any, task: str, options: Mapping[str, Any]) -> Any:
+    """The model of this name, in the configured precision, quantized if configured."""
+    blamed = f"model: {config.model}"
+    if config.attention:
+        blamed += f" with attention {config.attention}"
+    in_files = may_stay_in_files(config, task)
+    # What is wrong with quantize is said as such, not blamed on the model.
+    quantization = _quantization(config)
+    with blaming(blamed), left_in_files(in_files):
+        return read_model(
+            auto,
+            config.model,
+            new_head=task != "CAUSAL_LM",
+            dtype=_weights_dtype(config),
+            attn_implementation=config.attention,
+            **options,
+            **quantization,
+        )
+
+
+def _train_in_float32(model: nn.Module) -> None:
+    """Convert what trains: peft makes copies of modules, and new heads, in the model's precision."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def freeze_unread(model: nn.Module) -> None:
+    """Freeze the parts of a model that text does not reach: DDP would wait for their gradients."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    for part in unread(plain).values():
+        part.requires_grad_(False)
 
 
 def read_model(
     auto: Any, name: str, *, new_head: bool = False, wanted: str = "a causal language model", **options: Any
 ) -> Any:
-    """A model of `transformers` from its files.
+    """A model of `transformers` from its files, by ``auto.from_pretrained``.
 
     Raises:
         ValueError: if one of its weights is in no file, unless its head is new; says what kind was ``wanted``.
@@ -160,17 +253,20 @@ def read_model(
     return model
 
 
-def _convert_and_say(model: Any, dtype: torch.dtype) -> None:
+def _convert_and_say(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert a model of the caller's in place, and log a line if its weights had another precision."""
     before = _bytes_by_dtype(model)
     _convert(model, dtype)
     after = _bytes_by_dtype(model)
     if before.keys() == after.keys() or os.environ.get("RANK", "0") != "0":
         return
-    was, now = (" and ".join(str(each).removeprefix("torch.") for each in held) for held in (before, after))
-    change = (sum(after.values()) - sum(before.values())) / 2**30
-    log.warning("model: its weights were %s, and are %s now, in place (%+.2f GiB); load it in that precision, or copy "
-                "it, to keep yours", was, now, change)  # fmt: skip
+    log.warning(
+        "model: its weights were %s, and are %s now, in place (%+.2f GiB); load it in that precision, or copy it, to "
+        "keep yours",
+        _listed(before),
+        _listed(after),
+        (sum(after.values()) - sum(before.values())) / 2**30,
+    )
 
 
 def _bytes_by_dtype(model: nn.Module) -> dict[torch.dtype, int]:
@@ -180,23 +276,35 @@ def _bytes_by_dtype(model: nn.Module) -> dict[torch.dtype, int]:
     return sizes
 
 
-def _convert(model: Any, dtype: torch.dtype) -> None:
-    """Convert the weights in place, as `transformers` would have loaded them: it computes rotary frequencies and other
-    buffers that no file holds in their own precision, and rounding these would turn late positions by other angles."""
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    """float32 and bfloat16"""
+    return " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _convert(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the weights in place, as `transformers` would have loaded them.
+
+    It computes rotary frequencies, and other buffers that no file holds, in their own precision: if these were rounded,
+    the rotary angles of late positions would shift.
+    """
     for path, module in model.named_modules():
+        in_no_file = module._non_persistent_buffers_set
         for name, tensor in (module._parameters | module._buffers).items():
-            if tensor is not None and tensor.is_floating_point() and name not in module._non_persistent_buffers_set:
-                kept = _stays(model, f"{path}.{name}", dtype)
-                tensor.data = tensor.data.to(torch.float32 if kept else dtype)
+            if tensor is None or not tensor.is_floating_point() or name in in_no_file:
+                continue
+            kept = _stays(model, f"{path}.{name}", dtype)
+            tensor.data = tensor.data.to(torch.float32 if kept else dtype)
 
 
-def _stays(model: Any, name: str, dtype: torch.dtype | None) -> bool:
+def _stays(model: nn.Module, name: str, dtype: torch.dtype | None) -> bool:
     """True for a weight that `transformers` keeps in float32 in a model of this precision."""
-    parts = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
-    return dtype == torch.bfloat16 and any(re.search(part.replace("*", ".*"), name) for part in parts)
+    if dtype != torch.bfloat16:
+        return False
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
-def _classifier_of(architecture: Any, task: str) -> Any:
+def _classifier_of(architecture: transformers.PretrainedConfig, task: str) -> type[Any]:
     """The generic classifier of `transformers` on the backbone of this architecture."""
     backbone: Any = transformers.AutoModel._model_mapping[type(architecture)]
     generic: Any = GenericForSequenceClassification if task == "SEQ_CLS" else GenericForTokenClassification
@@ -204,17 +312,28 @@ def _classifier_of(architecture: Any, task: str) -> Any:
     log.warning("%s: transformers has no such class; the saved model can be loaded by burnish alone", name)
     pretrained = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
     # As a class of transformers: those of others are to fill the buffers that no file holds themselves.
-    return type(name, (generic, pretrained), {"config_class": type(architecture), "__module__": pretrained.__module__})
+    members = {"config_class": type(architecture), "__module__": pretrained.__module__}
+    return type(name, (generic, pretrained), members)
 
 
-def _quantization(config: Common) -> dict[str, Any]:
-    if config.quantize is None:  # with a None transformers takes the weights of quantized files for plain ones
+def _quantization(config: Common) -> dict[str, transformers.BitsAndBytesConfig]:
+    """The argument of ``from_pretrained`` that quantizes; without quantization, no argument.
+
+    Given a None, transformers takes the weights of quantized files for plain ones.
+    """
+    if config.quantize is None:
         return {}
     if find_spec("bitsandbytes") is None:
         raise ValueError("quantize: needs bitsandbytes, which is not installed; pip install bitsandbytes")
-    compute = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": compute}
-    fields: dict[str, Any] = four if config.quantize == "4bit" else {"load_in_8bit": True}
+    fields: dict[str, Any]
+    if config.quantize == "4bit":
+        fields = {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+        }
+    else:
+        fields = {"load_in_8bit": True}
     built = build("quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields)
     return {"quantization_config": built}
 
@@ -234,21 +353,33 @@ def save_model(
     """
     if not write and not is_sharded(policy):
         return
-    model, dtype, target = policy.model, getattr(policy.plain, "stored_dtype", None), directory / "model"
-    named = named_weights(policy, dtype, tied=False)
-    weights = {name: weight.detach().cpu() for name, weight in named if write}
-    if isinstance(model, PeftModel):
-        kept = re.compile("lora_|_to_save|token_ad")
-        adapters = {name: whole(tensor) for name, tensor in model.state_dict().items() if kept.search(name)}
+    dtype = getattr(policy.plain, "stored_dtype", None)
+    weights: dict[str, Tensor] = {}
+    for name, weight in named_weights(policy, dtype, tied=False):  # on every rank: it gathers
         if write:
-            options: Any = {"selected_adapters": ["default"], "save_embedding_layers": False}  # the reference's not
-            model.save_pretrained(str(directory / "adapter"), state_dict=adapters, **options)
+            weights[name] = weight.detach().cpu()
+    if isinstance(policy.model, PeftModel):
+        _save_adapter(policy.model, directory / "adapter", write=write)
     if write:
+        target = directory / "model"
         # An earlier model goes first, and weights come last: what is left half-way can't be loaded.
         for old in target.glob("*.safetensors*"):
             old.unlink()
         tokenizer.save_pretrained(target)
         _assembled(policy.plain, weights).save_pretrained(target, max_shard_size=_FILE)
+
+
+def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
+    """Write the policy's adapter alone; the reference's, which the model may hold too, is left out."""
+    kept = re.compile("lora_|_to_save|token_ad")
+    weights = {name: whole(tensor) for name, tensor in model.state_dict().items() if kept.search(name)}
+    if write:
+        model.save_pretrained(
+            str(directory),
+            state_dict=weights,
+            selected_adapters=["default"],
+            save_embedding_layers=False,
+        )
 
 
 def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
@@ -257,33 +388,40 @@ def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
     vars(config).pop("quantization_config", None)
     with torch.device("meta"):
         model: Any = type(like)(config)
-    tied = model.all_tied_weights_keys
-    model.load_state_dict({name: weights[tied.get(name, name)] for name in model.state_dict()}, assign=True)
+    tied_to = model.all_tied_weights_keys
+    state = {name: weights[tied_to.get(name, name)] for name in model.state_dict()}
+    model.load_state_dict(state, assign=True)
     model.tie_weights()
     if model.can_generate():
         model.generation_config = like.generation_config
     return model
 
 
-def named_weights(policy: Any, dtype: torch.dtype | None = None, *, tied: bool = True) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    policy: nn.Module, dtype: torch.dtype | None = None, *, tied: bool = True
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy, or of its model, under the names of transformers, adapters merged.
 
     Weights of a sharded policy are gathered one by one: all ranks take part, and none holds more than one whole weight.
 
     Args:
-        dtype: of the floating-point ones; unless given, that which they have.
-        tied: false, of a policy, leaves out those that its model ties to others.
+        dtype: of floating-point weights; without it, they keep theirs.
+        tied: false leaves out the weights that the model ties to others.
     """
-    model = policy.model if isinstance(policy, Backbone) else policy
+    model: nn.Module = policy
+    plain: Any = policy
+    if isinstance(policy, Backbone):
+        model = policy.model
+        plain = policy.plain
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # the last forward pass may have left it unsharded
     weights = merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
-    left_out = () if tied else policy.plain.all_tied_weights_keys
-    plain = policy.plain if isinstance(policy, Backbone) else policy
+    left_out = () if tied else plain.all_tied_weights_keys
     for name, weight in weights:
         if name not in left_out:
-            yield name, _gathered(weight, None if _stays(plain, name, dtype) else dtype)
+            kept = _stays(plain, name, dtype)
+            yield name, _gathered(weight, None if kept else dtype)
 
 
 def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -293,23 +431,31 @@ def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Itera
 
 
 def _gathered(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return whole(tensor.detach().to(dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype))
+    """The whole tensor, rounded before it is gathered: what is sent is as small as what is kept."""
+    tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
+    return whole(tensor)
 
 
 def is_sharded(module: nn.Module) -> bool:
     """True if this rank holds only a part of the weights."""
-    return any(isinstance(each, FSDPModule | DTensor) for each in (*module.modules(), *module.parameters()))
+    parts = (*module.modules(), *module.parameters())
+    return any(isinstance(each, FSDPModule | DTensor) for each in parts)
 
 
 @torch.no_grad()
 def detached_copy(policy: Backbone) -> nn.Module:
     """A plain copy of the model, adapters merged. All ranks gather the weights of a sharded model."""
+    copied: Any
     if not is_sharded(policy):
-        copied: Any = copy.deepcopy(policy.model)
+        copied = copy.deepcopy(policy.model)
         return copied.merge_and_unload() if isinstance(copied, PeftModel) else copied  # type: ignore[no-any-return]
     copied = _assembled(policy.plain, {name: tensor.clone() for name, tensor in named_weights(policy)})
-    for name, module in policy.plain.named_modules():  # buffers that no state_dict holds, such as rotary frequencies
-        for kind, value in {**vars(module), **module._buffers}.items():
+    # Buffers that no state_dict holds, such as rotary frequencies.
+    for path, module in policy.plain.named_modules():
+        for name, value in {**vars(module), **module._buffers}.items():
             if isinstance(value, Tensor):
-                setattr(copied.get_submodule(name.replace(".base_layer", "")), kind, value.clone())
+                twin = copied.get_submodule(path.replace(".base_layer", ""))
+                setattr(twin, name, value.clone())
     return copied  # type: ignore[no-any-return]

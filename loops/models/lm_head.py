@@ -12,7 +12,7 @@ within the call.
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from ...kernels import (
     logits_logprob,
 )
 from ...objectives import generalized_jsd, with_tail
+from .patches import replace_forward
 from .sharding import local, whole
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TENSORS = (Tensor, nn.Parameter, DTensor, FakeTensor)
 _LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")  # subclasses of these compute something else
 
 
@@ -58,8 +60,10 @@ def logit_transform(config: Any) -> LogitTransform:
     """Logit scale and soft cap of an architecture, from its Hugging Face config; `Policy` checks them on a probe."""
     scale = math.prod(getattr(config, name, None) or 1.0 for name in _MULTIPLIERS)
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
-    caps = [cap for name in _CAPS if (cap := getattr(config, name, None))]
-    return LogitTransform(scale, caps[0] if caps else None)
+    softcap: float | None = None
+    for name in reversed(_CAPS):  # the first one counts
+        softcap = getattr(config, name, None) or softcap
+    return LogitTransform(scale, softcap)
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,15 @@ class TeacherOutputs:
             assert self.hidden is not None and self.head is not None
             teacher_logits = linear_logits(self.hidden, self.head)
         vocab = min(logits.shape[1], teacher_logits.shape[1])  # further rows of one of the two are padding
-        logp, teacher_logp = (self._log_softmax(x[:, :vocab]) for x in (logits, teacher_logits))
+        logp = self._log_softmax(logits[:, :vocab])
+        teacher_logp = self._log_softmax(teacher_logits[:, :vocab])
         return generalized_jsd(logp, teacher_logp, beta=self.beta)[0]
 
     def from_top_k(self, logp: Tensor) -> Tensor:
         """[tokens], from a student's log-probs [tokens, k] of the teacher's likeliest tokens."""
         assert self.top_k is not None
-        return generalized_jsd(with_tail(logp), with_tail(self.top_k[1].to(logp.dtype)), beta=self.beta)[0]
+        teacher_logp = self.top_k[1].to(logp.dtype)
+        return generalized_jsd(with_tail(logp), with_tail(teacher_logp), beta=self.beta)[0]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         precision = torch.promote_types(logits.dtype, torch.float32)
@@ -130,6 +136,13 @@ def from_logits(logits: Tensor, target: Tensor, teacher: TeacherOutputs | None, 
     return Outputs(*logits_logprob(logits, target, **options), divergence=divergence)
 
 
+class _Kernel(NamedTuple):
+    """How the kernels compute; see `burnish.kernels.linear_logprob`."""
+
+    backend: Backend
+    keep_bytes: int | None
+
+
 def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:
     """Make ``head(hidden, target=..., temperature=..., teacher=...)`` return `Outputs`, and ``head(hidden,
     exact_logits=True)`` logits [N, V] in float32.
@@ -144,19 +157,13 @@ def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_byte
         CannotFuse: if the head is not a linear layer, plain or wrapped by peft or bitsandbytes.
     """
     _parts(head)
-    # Set by hooks of accelerate and tensor parallelism of transformers. Partials, not closures, so that a copied or
-    # unpickled head calls itself.
-    original = vars(head).get("forward", functools.partial(type(head).forward, head))
-    if isinstance(original, functools.partial) and original.func is _forward:  # fused before
-        original = original.args[-1]
-    kernel = {"backend": backend, "keep_bytes": keep_bytes}
-    head.forward = functools.partial(_forward, head, transform, kernel, original)
+    replace_forward(head, _forward, transform, _Kernel(backend, keep_bytes))
 
 
 def _forward(
     head: nn.Module,
     transform: LogitTransform,
-    kernel: dict[str, Any],
+    kernel: _Kernel,
     original: Callable[..., Tensor],
     hidden: Tensor,
     *args: Any,
@@ -166,30 +173,63 @@ def _forward(
     teacher: TeacherOutputs | None = None,
     exact_logits: bool = False,
 ) -> Any:
+    """In place of the head's own ``forward``, which it is where neither targets nor exact logits are asked for."""
     if target is None and not exact_logits:
         return original(hidden, *args)
-    options: dict[str, Any] = {"temperature": temperature, "outputs": outputs}
     try:
-        weights = operands(head, transform, hidden, gather=target is None)
+        factors = operands(head, transform, hidden, gather=target is None)
     except CannotFuse as reason:  # peft has switched to another adapter since the head was fused
         _warn(str(reason))
         logits = transform(original(hidden, *args))
-        return logits if target is None else from_logits(logits, target, teacher, **options)
+        if target is None:
+            return logits
+        return from_logits(logits, target, teacher, temperature=temperature, outputs=outputs)
     states = hidden.to_local() if isinstance(hidden, DTensor) else hidden
     if target is None:
-        return linear_logits(states, weights)
-    logprob, *others = linear_logprob(states, weights, target, **kernel, **options)
-    divergence = None
+        return linear_logits(states, factors)
+    logprob, *others = linear_logprob(
+        states,
+        factors,
+        target,
+        temperature=temperature,
+        outputs=outputs,
+        backend=kernel.backend,
+        keep_bytes=kernel.keep_bytes,
+    )
+    divergence: Tensor | None = None
     if teacher is not None and teacher.top_k is not None:
-        ids, options = teacher.top_k[0], {"temperature": teacher.temperature, "backend": kernel["backend"]}
-        divergence = teacher.from_top_k(linear_logprob(states, weights, ids, **options).logprob)
-    elif teacher is not None and teacher.hidden is not None and teacher.head is not None:
-        weights, options = operands(head, transform, hidden), {"temperature": teacher.temperature, **kernel}
-        divergence = linear_divergence(states, weights, teacher.hidden, teacher.head, beta=teacher.beta, **options)
+        divergence = _top_k_divergence(states, factors, teacher, kernel)
+    elif teacher is not None and teacher.hidden is not None:
+        student = operands(head, transform, hidden)  # whole: the divergence needs all of the vocabulary on each rank
+        divergence = _full_divergence(states, student, teacher, kernel)
     elif teacher is not None:  # its head is no linear map: only logits can be compared
         divergence = teacher.divergence(transform(whole(original(hidden, *args))))
     # The log-prob is a view, which FSDP warns about; and torch 2.11 can't compile `_replace`.
-    return (Outputs if states is hidden else _Replicated)(logprob.clone(), *others, divergence)
+    kind = Outputs if states is hidden else _Replicated
+    return kind(logprob.clone(), *others, divergence)
+
+
+def _top_k_divergence(states: Tensor, factors: Head, teacher: TeacherOutputs, kernel: _Kernel) -> Tensor:
+    """The divergence from a teacher of which the likeliest tokens are known."""
+    assert teacher.top_k is not None
+    ids, _ = teacher.top_k
+    logp = linear_logprob(states, factors, ids, temperature=teacher.temperature, backend=kernel.backend).logprob
+    return teacher.from_top_k(logp)
+
+
+def _full_divergence(states: Tensor, student: Head, teacher: TeacherOutputs, kernel: _Kernel) -> Tensor:
+    """The divergence from a teacher whose hidden states and head are known."""
+    assert teacher.hidden is not None and teacher.head is not None
+    return linear_divergence(
+        states,
+        student,
+        teacher.hidden,
+        teacher.head,
+        beta=teacher.beta,
+        temperature=teacher.temperature,
+        backend=kernel.backend,
+        keep_bytes=kernel.keep_bytes,
+    )
 
 
 @functools.cache
@@ -208,76 +248,120 @@ def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None =
         CannotFuse: if the head is not a linear map now.
         ValueError: if the weight is split and ranks may have different hidden states, or the other way round.
     """
-    parts, shard = _parts(head), None
+    parts = _parts(head)
+    shard: Shard | None = None
     if hidden is not None and (isinstance(parts.weight, DTensor) or isinstance(hidden, DTensor)):
         shard = _shard(head, parts.weight, hidden)
-    weight, bias, _, _, adapter, _ = tree_map_only(DTensor, whole if gather else local, parts)
-    return Head(weight, bias, transform.scale, transform.softcap, adapter, None if gather else shard)
+    if gather:
+        shard = None
+    held: Head = tree_map_only(DTensor, whole if gather else local, parts)
+    return Head(held.weight, held.bias, transform.scale, transform.softcap, held.adapter, shard)
 
 
 def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:
-    """This rank's part of a split vocabulary; None if it is not split."""
+    """This rank's part of a split vocabulary; None if it is not split.
+
+    Raises:
+        ValueError: if ranks may have different hidden states, or the weight is split in another way.
+    """
     split = weight.placements if isinstance(weight, DTensor) else ()
-    whole = all(placement.is_replicate() for placement in split)
-    if isinstance(hidden, DTensor):
-        meshes = {tensor.device_mesh for tensor in (weight, hidden) if isinstance(tensor, DTensor)}
-        same = len(meshes) == 1 and all(placement.is_replicate() for placement in hidden.placements)
-    else:  # transformers' tensor parallelism marks its modules so: their hidden states are the same on all ranks
-        same = whole or any(hasattr(part, "_is_hooked") for part in head.modules())
-    if not same or not (whole or split == (Split(0),)):
-        weights, states = (getattr(tensor, "placements", "plain") for tensor in (weight, hidden))
+    is_whole = all(placement.is_replicate() for placement in split)
+    by_vocabulary = split == (Split(0),)
+    if not (is_whole or by_vocabulary) or not _same_on_ranks(head, weight, hidden, is_whole=is_whole):
+        weights = getattr(weight, "placements", "plain")
+        states = getattr(hidden, "placements", "plain")
         raise ValueError(
             f"head: the weight is {weights} and hidden states are {states}. If FSDP sharded the weight, call what "
             "fully_shard was given (the policy): its hooks gather it. If the vocabulary is split (tensor parallelism), "
             "give hidden states as a DTensor that is replicated on the same mesh"
         )
-    if whole:
+    if is_whole:
         return None
     assert isinstance(weight, DTensor)
-    mesh, size = weight.device_mesh, -(-len(weight) // weight.device_mesh.size())
-    return Shard(mesh.get_group(), min(mesh.get_local_rank() * size, len(weight)))
+    mesh = weight.device_mesh
+    rows = -(-len(weight) // mesh.size())
+    return Shard(mesh.get_group(), min(mesh.get_local_rank() * rows, len(weight)))
+
+
+def _same_on_ranks(head: nn.Module, weight: Tensor, hidden: Tensor, *, is_whole: bool) -> bool:
+    """True if hidden states are the same on all ranks that hold a part of the weight."""
+    if not isinstance(hidden, DTensor):
+        # transformers' tensor parallelism marks its modules so: their hidden states are the same on all ranks.
+        return is_whole or any(hasattr(part, "_is_hooked") for part in head.modules())
+    meshes = {tensor.device_mesh for tensor in (weight, hidden) if isinstance(tensor, DTensor)}
+    return len(meshes) == 1 and all(placement.is_replicate() for placement in hidden.placements)
 
 
 def _parts(head: Any) -> Head:
-    """Weight, bias and LoRA factors that are active now, without the wrappers of peft and bitsandbytes."""
-    forward = type(head).forward
+    """Weight, bias and LoRA factors that are active now, without the wrappers of peft and bitsandbytes.
+
+    Raises:
+        CannotFuse: if the head is not a linear map.
+    """
     if isinstance(head, ModulesToSaveWrapper):
-        names = head.active_adapters
-        inactive = head.disable_adapters or not all(name in head.modules_to_save for name in names)
-        return _parts(head.original_module if inactive or not names else head.modules_to_save[names[0]])
+        return _parts(_active_copy(head))
+    forward = type(head).forward  # of the class: the module's own may be ours, see `fuse`
     if forward.__module__ in _LORA:
         return _lora(head)
     if forward.__module__ == "bitsandbytes.nn.modules" and forward.__qualname__ == "Linear4bit.forward":
         return Head(_dequantized(head), head.bias)
     # A subclass, or another type of tensor, may compute something else.
-    if forward is not nn.Linear.forward or type(head.weight) not in (Tensor, nn.Parameter, DTensor, FakeTensor):
+    if forward is not nn.Linear.forward or type(head.weight) not in _TENSORS:
         raise CannotFuse(f"output head is {type(head).__name__}")
     if head.weight.dtype not in _FLOATS or head.weight.is_meta:
         raise CannotFuse(f"weights of the output head are {head.weight.dtype} on {head.weight.device}")
     return Head(head.weight, head.bias)
 
 
+def _active_copy(head: ModulesToSaveWrapper) -> nn.Module:
+    """The copy of the head that trains with the active adapter, or the original."""
+    names = head.active_adapters
+    active = names and not head.disable_adapters and all(name in head.modules_to_save for name in names)
+    copy: nn.Module = head.modules_to_save[names[0]] if active else head.original_module
+    return copy
+
+
 def _lora(head: Any) -> Head:
+    """The layer under peft's wrapper, and its active adapters as one.
+
+    Raises:
+        CannotFuse: if an adapter is other than plain LoRA, or has dropout.
+    """
     if head.disable_adapters and head.merged:  # as peft's forward does
         head.unmerge()
     base = _parts(head.base_layer)
     if head.disable_adapters or head.merged:
         return base
     names = [name for name in head.active_adapters if name in head.lora_A]
-    if any(name in head.lora_variant or getattr(head.lora_dropout[name], "p", 0.0) > 0 for name in names):
+    if not all(_is_plain_lora(head, name) for name in names):
         raise CannotFuse("output head carries an adapter other than plain LoRA without dropout")
     if not names:
         return base
-    bias = base.bias
+    return Head(base.weight, _lora_bias(head, names, base.bias), adapter=_lora_factors(head, names))
+
+
+def _is_plain_lora(head: Any, name: str) -> bool:
+    dropout = getattr(head.lora_dropout[name], "p", 0.0)
+    return name not in head.lora_variant and not dropout > 0
+
+
+def _lora_bias(head: Any, names: Sequence[str], bias: Tensor | None) -> Tensor | None:
+    """The layer's bias with the biases of its adapters."""
     for name in names:
         if head.lora_B[name].bias is not None:
             added = head.scaling[name] * head.lora_B[name].bias
             bias = added if bias is None else bias + added
-    down, up, scaling = (head.lora_A[names[0]].weight, head.lora_B[names[0]].weight, head.scaling[names[0]])
-    if len(names) > 1:  # concatenated, adapters form one of higher rank
-        down = torch.cat([head.scaling[name] * head.lora_A[name].weight for name in names])
-        up, scaling = torch.cat([head.lora_B[name].weight for name in names], 1), 1.0
-    return Head(base.weight, bias, adapter=(down, up, scaling))
+    return bias
+
+
+def _lora_factors(head: Any, names: Sequence[str]) -> tuple[Tensor, Tensor, float]:
+    """A, B and scaling of an adapter; several, concatenated, form one of higher rank."""
+    if len(names) == 1:
+        name = names[0]
+        return head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name]
+    down = torch.cat([head.scaling[name] * head.lora_A[name].weight for name in names])
+    up = torch.cat([head.lora_B[name].weight for name in names], 1)
+    return down, up, 1.0
 
 
 def _dequantized(layer: Any) -> Tensor:
@@ -285,7 +369,8 @@ def _dequantized(layer: Any) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit
 
     state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP makes new parameters without it
-    if state is None or getattr(state, "packing_format_for_cpu", False):  # evaluation repacks on some CPUs
+    repacked = getattr(state, "packing_format_for_cpu", False)  # which evaluation does on some CPUs
+    if state is None or repacked:
         raise CannotFuse("weights of the output head are 4-bit, packed in a way that can't be read")
     weight: Tensor = dequantize_4bit(layer.weight, state)
     return weight if layer.compute_dtype is None else weight.to(layer.compute_dtype)

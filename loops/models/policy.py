@@ -57,7 +57,8 @@ class Policy(Backbone):
         param_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, mesh=mesh, param_dtype=param_dtype)
-        self.value_head, self.critic = value_head, critic
+        self.value_head = value_head
+        self.critic = critic
         if mesh is not None:
             shard(self, mesh, ("hidden", "model_output", "logits", "top_k", "_try_fusing"), param_dtype=param_dtype)
         reason = objection(self.plain, lambda: self._try_fusing(backend, keep_bytes))
@@ -97,22 +98,35 @@ class Policy(Backbone):
             outputs: further outputs of `burnish.kernels.linear_logprob`.
             teacher: a teacher's outputs for these tokens, which give the divergence from it.
         """
-        rows, target = self.arranged(batch.examples, self.layout), batch.target
-        if (mine := rows.mine) is not None:
-            target, teacher = target[mine], teacher and teacher.at(mine)
-            temperature = temperature[mine] if isinstance(temperature, Tensor) and temperature.ndim else temperature
+        rows = self.arranged(batch.examples, self.layout)
+        target = batch.target
+        if rows.mine is not None:  # this rank reads some of the tokens
+            target = target[rows.mine]
+            teacher = teacher and teacher.at(rows.mine)
+            if isinstance(temperature, Tensor) and temperature.ndim:
+                temperature = temperature[rows.mine]
         value = None if self.critic is None else self.critic(batch)
-        options: Any = {"target": target, "teacher": teacher, "temperature": temperature, "outputs": outputs}
         if self.fused:
-            hidden = super().hidden(rows)  # its shards are gathered here already, and would be let go after it
-            computed: Outputs = self.head(hidden, **options)
+            # The base class's method: FSDP has gathered the weights already, and would let go of them after its own.
+            hidden = super().hidden(rows)
+            # The model's own module, whose ``forward`` `fuse` has replaced: hooks of DDP and FSDP fire in a module.
+            computed: Outputs = self.head(
+                hidden, target=target, teacher=teacher, temperature=temperature, outputs=outputs
+            )
             if self.value_head is not None:
-                with torch.autocast(hidden.device.type, enabled=False):  # values keep the precision of their head
-                    states = hidden.to(next(self.value_head.parameters()).dtype)
-                    value = self.value_head(states)[:, 0].clone()  # FSDP warns of views
+                value = self._values(self.value_head, hidden)
         else:
-            computed = from_logits(super().model_output(rows), **options)
-        return self.gathered(Outputs(**{**computed._asdict(), "value": value}), rows)
+            logits = super().model_output(rows)
+            computed = from_logits(logits, target, teacher, temperature=temperature, outputs=outputs)
+        fields = {**computed._asdict(), "value": value}  # torch 2.11 can't compile `_replace`
+        return self.gathered(Outputs(**fields), rows)
+
+    def _values(self, value_head: nn.Module, hidden: Tensor) -> Tensor:
+        """[tokens], in the precision of the value head."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            states = hidden.to(next(value_head.parameters()).dtype)
+            values: Tensor = value_head(states)[:, 0].clone()  # FSDP warns of views
+        return values
 
     @torch.no_grad()
     def teacher_outputs(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
@@ -123,22 +137,26 @@ class Policy(Backbone):
             dense: give logits, for a student whose head is not fused.
         """
         rows = self.arranged(batch.examples, self.layout)
-        if dense or not self.fused:
-            logits = self.logits(self.hidden(rows)) if self.fused else self.model_output(rows)
-            return TeacherOutputs(beta, temperature, logits=self.gathered(logits, rows))
-        hidden, head = self.gathered(self.hidden(rows), rows), operands(self.head, self.transform)
-        return TeacherOutputs(beta, temperature, hidden=hidden, head=head)
+        if self.fused and not dense:
+            hidden = self.gathered(self.hidden(rows), rows)
+            head = operands(self.head, self.transform)
+            return TeacherOutputs(beta, temperature, hidden=hidden, head=head)
+        logits = self.logits(self.hidden(rows)) if self.fused else self.model_output(rows)
+        return TeacherOutputs(beta, temperature, logits=self.gathered(logits, rows))
 
     @torch.no_grad()
     def top_k(self, batch: Batch, *, k: int, temperature: float, vocab: int) -> tuple[Tensor, Tensor]:
         """Ids and log-probs [tokens, k] of the likeliest of the first ``vocab`` tokens, at every trained token."""
         rows = self.arranged(batch.examples, self.layout)
-        chunks = []
-        for states in torch.split(super().hidden(rows) if self.fused else super().model_output(rows), _CHUNK):
-            logits = (self.head(states, exact_logits=True) if self.fused else states)[:, :vocab].float()
-            chunks.append((logits / temperature).log_softmax(-1).topk(k))
-        top = torch.cat([top.indices for top in chunks]), torch.cat([top.values for top in chunks])
-        return self.gathered(top, rows)
+        states = super().hidden(rows) if self.fused else super().model_output(rows)
+        ids, logps = [], []
+        for chunk in torch.split(states, _CHUNK):
+            logits = self.head(chunk, exact_logits=True) if self.fused else chunk
+            tempered = logits[:, :vocab].float() / temperature
+            top = tempered.log_softmax(-1).topk(k)
+            ids.append(top.indices)
+            logps.append(top.values)
+        return self.gathered((torch.cat(ids), torch.cat(logps)), rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [tokens, V] of a fused head, in float32, as log-probs use them, without gradients."""
@@ -149,27 +167,42 @@ class Policy(Backbone):
     def _try_fusing(self, backend: Backend, keep_bytes: int | None) -> str | None:
         """Fuse the head; returns the reason if it can't be fused."""
         rows = self.arranged(PROBE[:1], "padded")
-        target = torch.tensor([4, 5, 6, 7, 5, 3, 2], device=self.device)
+        completions = PROBE[0].completions
+        target = torch.tensor([*completions[0], *completions[1]], device=self.device)
         try:
-            if self.head is None:
-                if not self.plain.can_generate():
-                    raise ValueError(f"policy: wanted a causal language model, got {type(self.plain).__name__}")
-                raise CannotFuse("it has no output embedding")
-            if self.plain.base_model is self.plain:
-                raise CannotFuse("transformers does not say what is below its head")
+            self._check_head()
             with self.probing() as exact:
-                logits, hidden = super().model_output(rows), super().hidden(rows)
+                logits = super().model_output(rows)
+                hidden = super().hidden(rows)
                 if getattr(self.head, "in_features", hidden.shape[1]) != hidden.shape[1]:
                     raise CannotFuse("its head reads something else than its last hidden state")
                 fuse(self.head, self.transform, backend, keep_bytes)
                 fused = self.head(hidden, target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
             # The two may differ only by rounding of the logits, which some models convert to float32 after it.
-            dtypes = {each.dtype for each in (logits, hidden, *self.head.parameters()) if each.is_floating_point()}
-            eps = max(torch.finfo(dtype).eps for dtype in (dtypes if exact else dtypes | {torch.bfloat16}))
+            rounded = [logits, hidden, *self.head.parameters()]
+            dtypes = {each.dtype for each in rounded if each.is_floating_point()}
+            if not exact:
+                dtypes.add(torch.bfloat16)
+            eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+            # 8 roundings of the largest logit: of its factors, its sum, its scale and cap, in each of the two.
             tolerance = 8 * eps * logits.abs().max().double().clamp(min=1.0) + 1e-5
             if not torch.all((fused.double() - expected).abs() <= tolerance):
                 raise CannotFuse("its logits are not a known function of its last hidden state")
         except CannotFuse as reason:
             return str(reason)
         return None
+
+    def _check_head(self) -> None:
+        """Raise unless the model has a head, and says what is below it.
+
+        Raises:
+            CannotFuse: if it has no such parts.
+            ValueError: if the model is no causal language model.
+        """
+        if self.head is None:
+            if not self.plain.can_generate():
+                raise ValueError(f"policy: wanted a causal language model, got {type(self.plain).__name__}")
+            raise CannotFuse("it has no output embedding")
+        if self.plain.base_model is self.plain:
+            raise CannotFuse("transformers does not say what is below its head")

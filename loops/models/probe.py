@@ -57,7 +57,8 @@ def shortened(plain: Any) -> Iterator[bool]:
     layers = plain.get_submodule(path)
     types = getattr(plain.config.get_text_config(), "layer_types", None) or [None] * len(layers)
     kinds = [(kind, _kind(layer)) for kind, layer in zip(types, layers, strict=True)]
-    count = min(len(layers), max(2, *(kinds.index(kind) + 1 for kind in set(kinds))))  # first layers with every kind
+    first_with_every_kind = max(kinds.index(kind) + 1 for kind in set(kinds))
+    count = min(len(layers), max(2, first_with_every_kind))
     plain.set_submodule(path, layers[:count])
     try:
         yield count < len(layers)
@@ -68,19 +69,28 @@ def shortened(plain: Any) -> Iterator[bool]:
 def layer_list(plain: Any) -> str | None:
     """The path of the list of a `transformers` model's layers; None if it is not found."""
     depth = getattr(plain.config.get_text_config(), "num_hidden_layers", None)
-    lists = [p for p, each in plain.named_modules() if isinstance(each, nn.ModuleList) and len(each) == depth]
+    lists = []
+    for path, module in plain.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == depth:
+            lists.append(path)
     outermost = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
     return outermost[0] if len(outermost) == 1 else None
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
     """Equal for layers that compute the same function of their input, but for the values of their weights."""
-    modules = []
-    for path, module in layer.named_modules():
-        values = ((name, value) for name, value in vars(module).items() if name != "layer_idx")
-        settings = frozenset((name, value if isinstance(value, _SIMPLE) else type(value)) for name, value in values)
-        modules.append((path, type(module), settings))
-    return *modules, *((path, tensor.shape, tensor.dtype) for path, tensor in layer.named_parameters())
+    modules = [(path, type(module), _settings(module)) for path, module in layer.named_modules()]
+    tensors = [(path, tensor.shape, tensor.dtype) for path, tensor in layer.named_parameters()]
+    return *modules, *tensors
+
+
+def _settings(module: nn.Module) -> frozenset[tuple[str, Any]]:
+    """What a module was made with: numbers and names by value, everything else by its type."""
+    settings: dict[str, Any] = {}
+    for name, value in vars(module).items():
+        settings[name] = value if isinstance(value, _SIMPLE) else type(value)
+    settings.pop("layer_idx", None)
+    return frozenset(settings.items())
 
 
 def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: Callable[[Rows], Tensor]) -> Layout:
@@ -89,15 +99,13 @@ def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: 
     Raises:
         ValueError: if sequences see each other in the wanted layout, or tokens see later ones of their own sequence.
     """
-    config, name = backbone.plain.config.get_text_config(), type(backbone.plain).__name__
-    # Sliding windows and recurrences reach further than a probe, and count slots of the row, not positions.
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    full_attention = kinds == {"full_attention"} if hasattr(config, "layer_types") else not windowed
-    may_try = {"shared": full_attention, "packed": kinds <= {"full_attention", "sliding_attention"}, "padded": True}
+    name = type(backbone.plain).__name__
+    worth_trying = _layouts_to_try(backbone.plain.config.get_text_config())
     candidates: Sequence[Layout] = ("shared", "packed", "padded") if wanted == "auto" else (wanted,)
     for layout in candidates:
-        reason = objection(backbone.plain, partial(_find_fault, backbone, layout, output)) if may_try[layout] else ""
+        reason: str | None = "its layers count slots of the row"
+        if layout in worth_trying:
+            reason = objection(backbone.plain, partial(_find_fault, backbone, layout, output))
         if reason == _LOOKS_AHEAD:
             raise ValueError(
                 f"model: {name} is no causal language model: a later token changes the log-probs of those before it; "
@@ -109,6 +117,36 @@ def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: 
     raise ValueError(f"policy: layout {wanted!r} lets the sequences of {name} see each other; use 'auto'")
 
 
+def _layouts_to_try(config: Any) -> list[Layout]:
+    """The layouts that a probe can judge: windows and recurrences reach further than its few tokens.
+
+    Sliding windows count slots of the row, not positions, which in shared rows are not the same.
+    """
+    if hasattr(config, "layer_types"):
+        kinds = set(config.layer_types or ["full_attention"])
+        all_see_everything = kinds == {"full_attention"}
+    else:
+        kinds = {"full_attention"}
+        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        all_see_everything = not windowed
+    layouts: list[Layout] = ["padded"]
+    if kinds <= {"full_attention", "sliding_attention"}:
+        layouts.append("packed")
+    if all_see_everything:
+        layouts.append("shared")
+    return layouts
+
+
+# How far two runs may be apart, as a share of the norm of what they compute. Layers amplify rounding, half precision's
+# most of all; a wrong position or mask changes half of the norm or more, so anything well below that tells the two
+# apart. The same tokens in rows of another layout meet products of other shapes, and round otherwise than the same
+# rows with other neighbors do.
+_SAME_ROWS = 1e-4
+_SAME_ROWS_IN_HALVES = 0.05
+_OTHER_ROWS = 1e-3
+_OTHER_ROWS_IN_HALVES = 0.35
+
+
 @torch.no_grad()
 def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
     """Return the reason if this layout can't be used.
@@ -117,34 +155,40 @@ def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Ten
     another, and all must agree with the padded run: up to rounding, which in half precision may be as large as what a
     randomly initialized model computes from other tokens at all, so it is compared with that, too.
     """
-    changed = [
+    other_tokens = [
         PROBE[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]]),
         PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]]),
     ]
-    earlier = [example._replace(prompt=[5, *example.prompt[1:]]) for example in PROBE]
-    others = [] if layout == "padded" else [PROBE, changed]
+    other_prompts = [example._replace(prompt=[5, *example.prompt[1:]]) for example in PROBE]
+    runs: list[Tensor] = []
     with backbone.probing() as exact:
         try:
-            runs = [output(backbone.arranged(examples, layout, one_row=True)) for examples in others]
-            expected, moved = (output(backbone.arranged(examples, "padded")).double() for examples in (PROBE, earlier))
+            if layout != "padded":
+                for examples in (PROBE, other_tokens):
+                    runs.append(output(backbone.arranged(examples, layout, one_row=True)))
+            expected = output(backbone.arranged(PROBE, "padded")).double()
+            moved = output(backbone.arranged(other_prompts, "padded")).double()
         except REFUSALS as error:  # the model does not support such input
             log.info("%s refuses %s rows: %s", type(backbone.plain).__name__, layout, error)
             return str(error)
     exact = exact and torch.finfo(backbone.plain.dtype).eps < 1e-5
 
-    def agree(first: Tensor, second: Tensor, tokens: Any, tolerance: float) -> bool:
-        limit, seen = tolerance * expected[tokens].norm(), (moved - expected)[tokens].norm() / 2
-        return bool((first - second).norm() <= (limit if exact else torch.minimum(limit, seen)))
+    def agree(first: Tensor, second: Tensor, tokens: slice | list[int], tolerance: float) -> bool:
+        limit = tolerance * expected[tokens].norm()
+        if not exact:
+            limit = torch.minimum(limit, (moved - expected)[tokens].norm() / 2)
+        return bool((first - second).norm() <= limit)
 
+    same_rows = _SAME_ROWS if exact else _SAME_ROWS_IN_HALVES
+    other_rows = _OTHER_ROWS if exact else _OTHER_ROWS_IN_HALVES
     # Each prompt's end, read for its two completions. The rounding of experts depends on how many tokens they get.
     first, second = expected[[0, 7]], expected[[4, 10]]
-    if backbone.read == "before" and not (agree(first, second, [0, 7], 1e-4 if exact else 0.05) or first.isnan().any()):
+    if backbone.read == "before" and not first.isnan().any() and not agree(first, second, [0, 7], same_rows):
         return _LOOKS_AHEAD
     if not runs:
         return None
-    untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
     before, after = (run.double() for run in runs)
-    # Layers amplify rounding, half precision's most of all; a wrong position or mask changes half of the norm.
-    kept_apart = agree(before[untouched], after[untouched], untouched, 1e-4 if exact else 0.05)
-    as_padded = agree(before, expected, slice(None), 1e-3 if exact else 0.35)
+    untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
+    kept_apart = agree(before[untouched], after[untouched], untouched, same_rows)
+    as_padded = agree(before, expected, slice(None), other_rows)
     return None if kept_apart and as_padded else "sequences see each other"

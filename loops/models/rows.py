@@ -16,10 +16,9 @@ A policy reads each trained token one position before it, where it is predicted;
 the end of a completion or of a step.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +50,22 @@ class Rows:
     mine: Tensor | None = None
 
 
+class _Segment(NamedTuple):
+    """A run of tokens that must stay together in one row.
+
+    Attributes:
+        tokens: their ids.
+        positions: of each token, for the model.
+        branches: what each token belongs to, 0 for the prompt and from 1 on for the completions.
+        read_at: the offset at which each trained token is read.
+    """
+
+    tokens: list[int]
+    positions: list[int]
+    branches: list[int]
+    read_at: list[int]
+
+
 def arrange(
     examples: Sequence[Example],
     layout: Layout,
@@ -65,43 +80,65 @@ def arrange(
 
     With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of blocks. Rows are as
     wide as the longest segment, or the next ``multiple_of``, and filled first-fit, longest first: attention costs their
-    width squared. A segment is a run of tokens that must stay together in one row.
+    width squared.
     """
     if layout == "shared" and all(len(example.completions) == 1 for example in examples):
         layout = "packed"  # nothing to share, and no mask to store
     if layout != "shared":
-        examples = [
-            Example(example.prompt, [completion], [trained])
-            for example in examples
-            for completion, trained in zip(example.completions, example.trained, strict=True)
-        ]
-    # An empty batch still runs forward and backward: other ranks wait for it.
-    segments = [_segment(example, read) for example in examples] or [([0], [0], [0], [])]
-    tokens, positions, branches, read_at = zip(*segments, strict=True)
-    lengths = [len(ids) for ids in tokens]
-    width, every = sum(lengths) if one_row else max(lengths), range(len(lengths))
+        examples = _one_completion_each(examples)
+    segments = [_segment(example, read) for example in examples]
+    if not segments:  # an empty batch still runs forward and backward: other ranks wait for it
+        segments = [_Segment([0], [0], [0], [])]
+
+    lengths = [len(segment.tokens) for segment in segments]
+    width = sum(lengths) if one_row else max(lengths)
     width += -width % multiple_of
-    rows = [[i] for i in every] if layout == "padded" else first_fit(every, lengths, width)
+    everything = range(len(segments))
+    rows = [[i] for i in everything] if layout == "padded" else first_fit(everything, lengths, width)
 
     def lay(values: Sequence[Sequence[int]], filler: int) -> Tensor:
-        """One value for each slot of the rows: those of the row's segments one after the other, then the filler."""
-        laid = ([value for i in members for value in values[i]] for members in rows)
-        return torch.tensor([row + [filler] * (width - len(row)) for row in laid], device=device)
+        """One value for each slot of the rows: the values of the row's segments, then the filler."""
+        laid = []
+        for members in rows:
+            row = [value for i in members for value in values[i]]
+            laid.append(row + [filler] * (width - len(row)))
+        return torch.tensor(laid, device=device)
 
-    # Slots that no segment covers have position 0, and so are sequences of their own, which are never read; of a token
-    # that is trained on, as the embedding of another may be all zeros, from which some models compute NaN gradients.
-    input_ids, position_ids = lay(tokens, tokens[0][0]), lay(positions, 0)
-    start: dict[int, int] = {}  # of each segment, in the flattened rows
-    for row, members in enumerate(rows):
-        start |= zip(members, itertools.accumulate((lengths[i] for i in members), initial=row * width), strict=False)
-    position = torch.tensor([start[i] + p for i in every for p in read_at[i]], dtype=torch.int64, device=device)
+    # Slots that no segment covers have position 0, and so are sequences of their own, which are never read. They repeat
+    # a token that is trained on: the embedding of another may be all zeros, and some models' gradients of that are NaN.
+    input_ids = lay([segment.tokens for segment in segments], filler=segments[0].tokens[0])
+    position_ids = lay([segment.positions for segment in segments], filler=0)
     mask: Tensor | BlockMask | None = None
     if layout == "padded":
-        mask = lay([[1] * length for length in lengths], 0)
+        mask = lay([[1] * length for length in lengths], filler=0)
     elif layout == "shared":
-        owner = lay([[i] * length for i, length in enumerate(lengths)], -1)
-        mask = (_block_mask if blocks else _dense_mask)(owner, lay(branches, 0))
+        owner = lay([[i] * length for i, length in enumerate(lengths)], filler=-1)
+        branch = lay([segment.branches for segment in segments], filler=0)
+        mask = _block_mask(owner, branch) if blocks else _dense_mask(owner, branch)
+    starts = _starts(rows, lengths, width)
+    read_at = [starts[i] + offset for i, segment in enumerate(segments) for offset in segment.read_at]
+    position = torch.tensor(read_at, dtype=torch.int64, device=device)
     return Rows(input_ids, position_ids, mask, position)
+
+
+def _one_completion_each(examples: Sequence[Example]) -> list[Example]:
+    """An example for each completion, with its prompt."""
+    return [
+        Example(example.prompt, [completion], [trained])
+        for example in examples
+        for completion, trained in zip(example.completions, example.trained, strict=True)
+    ]
+
+
+def _starts(rows: Sequence[Sequence[int]], lengths: Sequence[int], width: int) -> dict[int, int]:
+    """The index in the flattened rows at which each segment begins."""
+    starts: dict[int, int] = {}
+    for row, members in enumerate(rows):
+        begun = row * width
+        for i in members:
+            starts[i] = begun
+            begun += lengths[i]
+    return starts
 
 
 def _dense_mask(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Tensor:
@@ -117,10 +154,12 @@ def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
     """`_dense_mask` for FlexAttention, one block of queries at a time: nothing of the squared width is ever stored."""
     rows, width = owner.shape
     count = -(-width // _BLOCK)
-    seen = torch.zeros(rows, 1, count, count, dtype=torch.int64, device=owner.device)  # pairs of each two blocks
+    padding = count * _BLOCK - width
+    visible_pairs = torch.zeros(rows, 1, count, count, dtype=torch.int64, device=owner.device)  # of each two blocks
     for i in range(count):
-        keys = _dense_mask(owner, branch, slice(i * _BLOCK, (i + 1) * _BLOCK)).sum(2)
-        seen[:, :, i] = nn.functional.pad(keys, (0, count * _BLOCK - width)).view(rows, 1, count, _BLOCK).sum(-1)
+        queries = slice(i * _BLOCK, (i + 1) * _BLOCK)
+        of_keys = _dense_mask(owner, branch, queries).sum(2)  # [rows, 1, width]
+        visible_pairs[:, :, i] = nn.functional.pad(of_keys, (0, padding)).view(rows, 1, count, _BLOCK).sum(-1)
 
     def blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
         """For each block of queries, the number of chosen blocks of keys, and all blocks with the chosen ones first."""
@@ -131,26 +170,30 @@ def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
         own = (branch[row, key] == 0) | (branch[row, query] == branch[row, key])
         return (owner[row, query] == owner[row, key]) & own & (query >= key)
 
-    whole = seen == _BLOCK**2
-    some, all_of_it = blocks((seen > 0) & ~whole), blocks(whole)
-    return BlockMask.from_kv_blocks(*some, *all_of_it, _BLOCK, visible, seq_lengths=(width, width))
+    # FlexAttention calls `visible` in blocks of which some pairs are seen, and not in those of which all are.
+    full = visible_pairs == _BLOCK**2
+    partial_count, partial_blocks = blocks((visible_pairs > 0) & ~full)
+    full_count, full_blocks = blocks(full)
+    return BlockMask.from_kv_blocks(
+        partial_count, partial_blocks, full_count, full_blocks, _BLOCK, visible, seq_lengths=(width, width)
+    )
 
 
-def _segment(example: Example, read: Literal["before", "at"]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """The tokens of an example; the position and branch of each, 0 for the prompt and from 1 on for the completions;
-    and the offset at which each trained token is read."""
+def _segment(example: Example, read: Literal["before", "at"]) -> _Segment:
+    """The prompt of an example, and after it each completion as far as something is read."""
     start = len(example.prompt)
-    tokens, positions, branches, read_at = list(example.prompt), list(range(start)), [0] * start, []
+    segment = _Segment(list(example.prompt), list(range(start)), [0] * start, [])
     for branch, (completion, trained) in enumerate(zip(example.completions, example.trained, strict=True), start=1):
-        offset = len(tokens)
+        offset = len(segment.tokens)
         marked = [t for t, train in enumerate(trained) if train]
-        end = max(marked, default=0)  # the last target is predicted from the token before it, and is not an input
         if read == "at":
-            end = end + 1 if marked else 0
-            read_at += [offset + t for t in marked]
-        else:  # the first token of every completion is predicted from the prompt's last position
-            read_at += [offset + t - 1 if t else start - 1 for t in marked]
-        tokens += completion[:end]
-        positions += range(start, start + end)
-        branches += [branch] * end
-    return tokens, positions, branches, read_at
+            end = marked[-1] + 1 if marked else 0
+            segment.read_at.extend(offset + t for t in marked)
+        else:
+            end = marked[-1] if marked else 0  # the last target is predicted from the token before it: no input
+            for t in marked:  # the first token of every completion is predicted from the prompt's last position
+                segment.read_at.append(offset + t - 1 if t else start - 1)
+        segment.tokens.extend(completion[:end])
+        segment.positions.extend(range(start, start + end))
+        segment.branches.extend([branch] * end)
+    return segment

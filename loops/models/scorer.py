@@ -57,8 +57,11 @@ class Scorer(Backbone):
     @property
     def head(self) -> nn.Module:
         labels = self.plain.config.num_labels
-        children = ((child, getattr(child, "original_module", child)) for child in self.plain.children())  # under peft
-        heads = [child for child, inner in children if isinstance(inner, nn.Linear) and inner.out_features == labels]
+        heads = []
+        for child in self.plain.children():
+            inner = getattr(child, "original_module", child)  # under peft
+            if isinstance(inner, nn.Linear) and inner.out_features == labels:
+                heads.append(child)
         if len(heads) != 1 or labels not in (1, 2):
             raise ValueError(
                 f"scorer: {type(self.plain).__name__} has no linear head of one or two outputs on its hidden states; "
@@ -77,19 +80,24 @@ class Scorer(Backbone):
         with torch.autocast(hidden.device.type, enabled=False):  # losses compare scores, which bfloat16 makes equal
             weight = list(self.head.parameters())[-1]  # under peft the copy that trains comes last
             output: Tensor = self.head(hidden.to(weight.dtype))
-        return output[:, 0].clone() if output.shape[1] == 1 else output[:, 1] - output[:, 0]  # FSDP warns of views
+        if output.shape[1] == 1:
+            return output[:, 0].clone()  # FSDP warns of views
+        return output[:, 1] - output[:, 0]
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """Compare with the model's own forward pass on a short text."""
-        first, *rest = (token for token in range(2, 7) if token != self.plain.config.get_text_config().pad_token_id)
-        text = [Example([first], [rest], [[token == rest[-1] for token in rest]])]
+        pad = self.plain.config.get_text_config().pad_token_id
+        first, *rest = (token for token in range(2, 7) if token != pad)
+        only_last = [token == rest[-1] for token in rest]
+        text = [Example([first], [rest], [only_last])]
+        ids = torch.tensor([[first, *rest]], device=self.device)
         with self.probing():
             score = self._score(self.arranged(text, "padded"))
-            logits: Tensor = self.plain(torch.tensor([[first, *rest]], device=self.device), use_cache=False).logits
+            logits: Tensor = self.plain(ids, use_cache=False).logits
         output = logits.flatten(0, -2)[-1]
         expected = output[0] if len(output) == 1 else output[1] - output[0]
-        tolerance = 1e-4 if torch.finfo(logits.dtype).eps < 1e-5 else 0.1
+        tolerance = 1e-4 if torch.finfo(logits.dtype).eps < 1e-5 else 0.1  # rounding, in half precision amplified
         if not torch.isclose(score[0].double(), expected.double(), rtol=tolerance, atol=tolerance):
             raise ValueError(f"scorer: {type(self.plain).__name__} scores are not its head on its last hidden states")
 
@@ -101,7 +109,8 @@ def ends_marked(example: Example, pad: int | None) -> Example:
     """
     marks = []
     for completion in example.completions:
-        end = max((t for t, token in enumerate(completion) if token != pad), default=len(completion) - 1)
+        last = len(completion) - 1
+        end = max((t for t, token in enumerate(completion) if token != pad), default=last)
         marks.append([t == end for t in range(len(completion))])
     return example._replace(trained=marks)
 

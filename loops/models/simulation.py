@@ -10,21 +10,21 @@ things: temporary allocations inside an operator, and fragmentation between allo
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .patches import without_values
 from .sharding import local
 
 aten = torch.ops.aten
@@ -62,7 +62,8 @@ class Simulation(TorchDispatchMode):
 
     @contextmanager
     def labeled(self, label: str | None) -> Iterator[None]:
-        before, self.label = self.label, label
+        before = self.label
+        self.label = label
         try:
             yield
         finally:
@@ -70,8 +71,14 @@ class Simulation(TorchDispatchMode):
 
     def relabel(self, tensor: Tensor, label: str) -> None:
         """Count a tensor that exists already under another label."""
-        if (address := local(tensor).untyped_storage()._cdata) in self._storages:
+        address = local(tensor).untyped_storage()._cdata
+        if address in self._storages:
             self._set(address, label)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Count a storage of gathered weights, which FSDP lets go of by resizing it, by its new size."""
+        if storage._cdata in self._storages:
+            self._set(storage._cdata, "gathered weights", size)
 
     def rename(self, before: str, label: str) -> None:
         """Count all that is counted under one label under another."""
@@ -80,53 +87,68 @@ class Simulation(TorchDispatchMode):
                 self._set(address, label)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet, kwargs = func._overloadpacket, kwargs or {}
+        kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # counted again with the local tensors
         if func is torch.ops.prim.device.default:  # half of all calls
             return args[0].fake_device
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if fake := any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if packet is aten._local_scalar_dense:  # a true comparison, a count, or a small difference that is not 0
-                return True if args[0].dtype is torch.bool else 1e-9 if args[0].is_floating_point() else 1
-            if packet is aten.equal:
-                return True
-            if packet is aten._unique2:  # as of equal values
-                return args[0][:1], torch.zeros_like(args[0]), args[0][:1]
-            if packet in (aten.any, aten.all) and len(args) == 1:
-                return torch.tensor(packet is aten.all)
-            if func.namespace == "bitsandbytes" and not func._schema.returns:  # an optimizer's update, in place
-                if not self.gpu:  # its kernel is written in Python
-                    with self:
-                        func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
-                return None
-            if packet in _INDEXING:
-                args = (args[0], [place for index in args[1] for place in _places(index)], *args[2:])
-        with self._fake if not fake and _has_no_values(packet, args, kwargs, tensors) else nullcontext():
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            result = self._compute_fake(func, args, kwargs)
+        elif _has_no_values(func._overloadpacket, args, kwargs, tensors):
+            with self._fake:
+                result = func(*args, **kwargs)
+        else:
             result = func(*args, **kwargs)
-        head = func.namespace == "burnish" and not str(packet).endswith("_backward")
-        label = "logits" if head else _LABELS.get(func.namespace, self.label)
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and label is not None:
-                self._count(leaf, label)
+        label = self._label_of(func)
+        if label is not None:
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._count(leaf, label)
         return result
+
+    def _compute_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator of which an argument has no values."""
+        packet = func._overloadpacket
+        if packet in _ORDINARY:
+            return _ORDINARY[packet](args[0])
+        if packet in (aten.any, aten.all) and len(args) == 1:
+            return torch.tensor(packet is aten.all)
+        if func.namespace == "bitsandbytes" and not func._schema.returns:  # an optimizer's update, in place
+            if not self.gpu:  # its kernel is written in Python
+                with self:
+                    func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
+            return None
+        if packet in _INDEXING:
+            places = [place for index in args[1] for place in _places(index)]
+            args = (args[0], places, *args[2:])
+        return func(*args, **kwargs)
+
+    def _label_of(self, func: Any) -> str | None:
+        """What the results of an operator are counted as."""
+        is_backward = str(func._overloadpacket).endswith("_backward")
+        if func.namespace == "burnish" and not is_backward:
+            return "logits"
+        return _LABELS.get(func.namespace, self.label)
 
     def _count(self, tensor: Tensor, label: str) -> None:
         storage = tensor.untyped_storage()
-        if (address := storage._cdata) in self._storages or tensor.device.type == "meta":
+        address = storage._cdata
+        if address in self._storages or tensor.device.type == "meta":
             return
 
-        def freed(_: Any) -> None:
+        def freed(reference: object) -> None:
             self._set(address, label, 0)
             del self._storages[address]
 
-        self._storages[address] = weakref.ref(storage, freed), 0, label
+        self._storages[address] = (weakref.ref(storage, freed), 0, label)
         self._set(address, label, storage.nbytes())
 
     def _set(self, address: int, label: str, size: int | None = None) -> None:
         reference, size_before, before = self._storages[address]
-        size = size_before if size is None else size
-        self._storages[address] = reference, size, label
+        if size is None:
+            size = size_before
+        self._storages[address] = (reference, size, label)
         self.live[before] -= size_before
         self.live[label] += size
         if size > size_before and self.live.total() > self.peak.total():
@@ -136,47 +158,45 @@ class Simulation(TorchDispatchMode):
 @contextmanager
 def simulate(*, gpu: bool = False) -> Iterator[Simulation]:
     """Within a `Simulation`, models of transformers have the shapes of their configuration; no weights are read."""
-    simulation, resize, loading_info = Simulation(gpu=gpu), torch.UntypedStorage.resize_, {"missing_keys": ()}
+    simulation = Simulation(gpu=gpu)
 
     def from_pretrained(
         kind: Any, /, name: Any, *args: Any, config: Any = None, dtype: Any = None, **options: Any
-    ) -> Any:
-        attention = {key: options.pop(key) for key in ("attn_implementation",) if key in options}
-        options.pop("quantization_config", None)
+    ) -> tuple[Any, dict[str, Any]]:
+        attention: dict[str, Any] = {}
+        if "attn_implementation" in options:
+            attention["attn_implementation"] = options.pop("attn_implementation")
+        options.pop("quantization_config", None)  # weights are made whole, and counted as what they are held in
         if config is None:
             config = transformers.AutoConfig.from_pretrained(name, **options)
         with simulation.labeled(f"weights of {name}"):
-            return kind._from_config(config, dtype=dtype or config.dtype or torch.float32, **attention), loading_info
+            model = kind._from_config(config, dtype=dtype or config.dtype or torch.float32, **attention)
+        return model, {"missing_keys": ()}
 
-    def resized(storage: Any, size: int) -> Any:
-        resize(storage, size)
-        if storage._cdata in simulation._storages:  # FSDP lets go of gathered weights so
-            simulation._set(storage._cdata, "gathered weights", size)
-        return storage
-
-    with (
-        patch.object(transformers.PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
-        patch.object(nn.Module, "_apply", _replace_tensors),
-        patch.object(torch.UntypedStorage, "resize_", resized),
-        warnings.catch_warnings(),
-    ):
+    with without_values(from_pretrained, simulation.resize), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which a copy of a model does
         with simulation:
             yield simulation
 
 
-def _replace_tensors(module: Any, function: Any, recurse: bool = True) -> Any:
-    """``Module._apply``, which ``to`` calls; torch's own swaps fake tensors with others, and refuses where its memo of
-    them refers to one."""
-    for child in module.children() if recurse else ():
-        child._apply(function)
-    with torch.no_grad():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and (changed := function(parameter)) is not parameter:
-                module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer if buffer is None else function(buffer)
-    return module
+def _number(tensor: Tensor) -> bool | float | int:
+    """A true comparison, a small difference that is not 0, or a count."""
+    if tensor.dtype is torch.bool:
+        return True
+    return 1e-9 if tensor.is_floating_point() else 1
+
+
+def _unique(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The unique values, the inverse and the counts of equal values."""
+    return tensor[:1], torch.zeros_like(tensor), tensor[:1]
+
+
+# Operators whose result decides what to do next: the ordinary one, of their first argument.
+_ORDINARY: dict[Any, Callable[[Tensor], Any]] = {
+    aten._local_scalar_dense: _number,
+    aten.equal: lambda tensor: True,
+    aten._unique2: _unique,
+}
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
@@ -187,11 +207,11 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
     return list(mask.nonzero().unbind(1))
 
 
-def _has_no_values(packet: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+def _has_no_values(packet: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
     """Weights that a factory makes, and what real tensors broadcast to where it is large, such as the mask of a row."""
     if packet in _FACTORIES:
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        return bool(dtype.is_floating_point or prod(args[0]) > _LARGE)
+        dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        return dtype.is_floating_point or prod(args[0]) > _LARGE
     if len(tensors) < 2 or packet in _INDEXING:
         return False
     try:
