@@ -316,7 +316,7 @@ def _classifier_of(architecture: transformers.PretrainedConfig, task: str) -> ty
     return type(name, (generic, pretrained), members)
 
 
-def _quantization(config: Common) -> dict[str, transformers.BitsAndBytesConfig]:
+def _quantization(config: Common) -> dict[str, Any]:
     """The argument of ``from_pretrained`` that quantizes; without quantization, no argument.
 
     Given a None, transformers takes the weights of quantized files for plain ones.

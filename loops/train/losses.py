@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ...kernels import Extra
 from ...objectives import PerPair, PerToken, Stats, sequence_mean, sequence_sum, wpo_weight
 from ..batch import Batch, Weighting, Weightings, completion_mean, pair_mean, token_mean
-from ..models.lm_head import TeacherOutputs
+from ..models.lm_head import Outputs, TeacherOutputs
 from .step import Objective, loss_and_stats
 
 Loss = Callable[..., tuple[Tensor, Stats]]
@@ -97,30 +97,52 @@ class Term:
 
     @cached_property
     def weigh(self) -> Weighting:
-        means = {"tokens": token_mean, "sequences": completion_mean}
-        return self.weighting or (partial(means[self.unit], of=self.of) if self.unit in means else pair_mean)
+        """The given weighting, or the mean over all units."""
+        if self.weighting is not None:
+            return self.weighting
+        if self.unit == "tokens":
+            return partial(token_mean, of=self.of)
+        if self.unit == "sequences":
+            return partial(completion_mean, of=self.of)
+        return pair_mean
 
     def __call__(self, tensors: Tensors, batch: Batch) -> tuple[Tensor, Stats]:
-        arguments = {}
+        arguments: dict[str, Tensor] = {}
         for parameter, unit in self._inputs:
-            name = parameter.name
-            value = tensors.get((unit, name), batch.columns.get(name))
-            if value is None and parameter.default is not parameter.empty:
-                continue
-            if value is None:
-                loss = getattr(self.function, "func", self.function).__name__
-                source = next(
-                    (s for s, names in _SOURCES.items() if name in names), "a column of the data of that name"
-                )
-                missing = f"{name} per {unit.removesuffix('s') or 'step'}"
-                raise ValueError(f"{loss}: there is no tensor {missing}; {source} would give it")
-            if unit == "sequences" and len(value) != batch.sequences:
-                value = value[batch.example]  # a column with one entry per example
-            if self.of is not None and unit in ("tokens", "sequences"):
-                value = value[batch.tokens_of(self.of) if unit == "tokens" else batch.completions_of(self.of)]
-            arguments[name] = value
-        loss, stats = loss_and_stats(getattr(self.function, "func", self.function).__name__, self.function(**arguments))
-        return (loss if self.factor is None else tensors[self.unit, self.factor] * loss), stats
+            value = tensors.get((unit, parameter.name), batch.columns.get(parameter.name))
+            if value is not None:
+                arguments[parameter.name] = self._chosen(value, unit, batch)
+            elif parameter.default is parameter.empty:
+                raise ValueError(self._without(parameter.name, unit))
+        loss, stats = loss_and_stats(self._function_name, self.function(**arguments))
+        if self.factor is not None:
+            loss = tensors[self.unit, self.factor] * loss
+        return loss, stats
+
+    @property
+    def _function_name(self) -> str:
+        return str(getattr(self.function, "func", self.function).__name__)
+
+    def _chosen(self, value: Tensor, unit: str, batch: Batch) -> Tensor:
+        """The entries of a tensor for the completions that the loss applies to."""
+        if unit == "sequences" and len(value) != batch.sequences:
+            value = value[batch.example]  # a column with one entry per example
+        if self.of is None:
+            return value
+        if unit == "tokens":
+            return value[batch.tokens_of(self.of)]
+        if unit == "sequences":
+            return value[batch.completions_of(self.of)]
+        return value
+
+    def _without(self, name: str, unit: str) -> str:
+        """The message that a tensor is missing, and what would give it."""
+        source = "a column of the data of that name"
+        for argument, names in reversed(_SOURCES.items()):  # the first one counts
+            if name in names:
+                source = argument
+        missing = f"{name} per {unit.removesuffix('s') or 'step'}"
+        return f"{self._function_name}: there is no tensor {missing}; {source} would give it"
 
 
 def _entropy(entropy: PerToken) -> tuple[PerToken, Stats]:
@@ -165,7 +187,7 @@ def _check_terms(who: str, losses: Mapping[str, Term]) -> None:
 
 def _check_policy(who: str, wanted: str, policy: nn.Module) -> None:
     """Raise ValueError for a transformers or peft model, which takes token ids, not a batch."""
-    inner = policy
+    inner: Any = policy
     while isinstance(getattr(inner, "module", None), nn.Module):  # wrapped for several ranks
         inner = inner.module
     if isinstance(inner, PreTrainedModel) or hasattr(inner, "peft_config"):
@@ -187,8 +209,12 @@ def tensors_needed(losses: Mapping[str, Term]) -> set[str]:
 
 def outputs_for(losses: Mapping[str, Term]) -> tuple[Extra, ...]:
     """Further outputs of the log-prob kernel that the losses need."""
-    mean: tuple[Extra, ...] = ("mean_logprob",) if "mean_logp" in tensors_needed(losses) else ()
-    return (*mean, "log_sum_squares") if any(term.factor == "wpo" for term in losses.values()) else mean
+    outputs: list[Extra] = []
+    if "mean_logp" in tensors_needed(losses):
+        outputs.append("mean_logprob")
+    if any(term.factor == "wpo" for term in losses.values()):
+        outputs.append("log_sum_squares")
+    return tuple(outputs)
 
 
 def policy_tensors(
@@ -222,7 +248,8 @@ def policy_tensors(
 
     def read(policy: nn.Module, batch: Batch) -> Tensors:
         _check_policy("policy_tensors", "Policy", policy)
-        forward = policy(batch, outputs=outputs, temperature=temperature, teacher=teacher and teacher(batch))
+        taught = None if teacher is None else teacher(batch)
+        forward: Outputs = policy(batch, outputs=outputs, temperature=temperature, teacher=taught)
         of_tokens = {
             "logp": forward.logprob,
             "entropy": forward.entropy,
@@ -234,28 +261,46 @@ def policy_tensors(
             "sequence": batch.sequence,
         }
         tensors: Tensors = {("tokens", name): value for name, value in of_tokens.items() if value is not None}
-        ids = batch.sequence, len(batch.completion)
-        for name in ("logp", "ref_logp") if reference is not None else ("logp",):
-            of_token = tensors["tokens", name]
-            tensors["sequences", name] = sequence_sum(of_token, *ids) if reduce is None else reduce(of_token, batch)
+        completions = len(batch.completion)
+        for name in ("logp", "ref_logp"):
+            of_token = tensors.get(("tokens", name))
+            if of_token is None:
+                continue
+            if reduce is None:
+                tensors["sequences", name] = sequence_sum(of_token, batch.sequence, completions)
+            else:
+                tensors["sequences", name] = reduce(of_token, batch)
         if forward.log_sum_squares is not None:
-            tensors["sequences", "wpo"] = wpo_weight(forward.logprob, forward.log_sum_squares, *ids)
+            weight = wpo_weight(forward.logprob, forward.log_sum_squares, batch.sequence, completions)
+            tensors["sequences", "wpo"] = weight
         if pairs:
-            logp = tensors["sequences", "logp"]
-            tensors |= pair_tensors(logp, batch) | pair_tensors(logp, batch, "logp_")
-            tensors |= pair_tensors(sequence_mean(forward.logprob, *ids), batch, "mean_")
-            if reference is not None:
-                tensors |= pair_tensors(tensors["sequences", "ref_logp"], batch, "ref_")
-            if forward.log_sum_squares is not None:
-                chosen, rejected = pair_tensors(tensors["sequences", "wpo"], batch).values()
-                tensors["pairs", "wpo"] = chosen * rejected
+            mean = sequence_mean(forward.logprob, batch.sequence, completions)
+            tensors |= _tensors_of_pairs(tensors, mean, batch)
             if score is not None:
-                for side in ("chosen", "rejected"):
-                    ratio = tensors["pairs", side] - tensors["pairs", f"ref_{side}"]
-                    tensors["pairs", side], tensors["pairs", f"ref_{side}"] = score(ratio), torch.zeros_like(ratio)
+                _score_ratios(tensors, score)
         return tensors
 
     return read
+
+
+def _tensors_of_pairs(tensors: Tensors, mean: Tensor, batch: Batch) -> Tensors:
+    """The tensors per pair from those per completion, and from the mean log-probs of completions."""
+    logp = tensors["sequences", "logp"]
+    of_pairs = pair_tensors(logp, batch) | pair_tensors(logp, batch, "logp_") | pair_tensors(mean, batch, "mean_")
+    if ("sequences", "ref_logp") in tensors:
+        of_pairs |= pair_tensors(tensors["sequences", "ref_logp"], batch, "ref_")
+    if ("sequences", "wpo") in tensors:
+        chosen, rejected = pair_tensors(tensors["sequences", "wpo"], batch).values()
+        of_pairs["pairs", "wpo"] = chosen * rejected
+    return of_pairs
+
+
+def _score_ratios(tensors: Tensors, score: Callable[[Tensor], Tensor]) -> None:
+    """Replace log-probs of pairs by the scores of their ratios, so that a loss's differences are of scores."""
+    for side in ("chosen", "rejected"):
+        ratio = tensors["pairs", side] - tensors["pairs", f"ref_{side}"]
+        tensors["pairs", side] = score(ratio)
+        tensors["pairs", f"ref_{side}"] = torch.zeros_like(ratio)
 
 
 def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
@@ -264,7 +309,9 @@ def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
     score = policy(batch)
     tensors: Tensors = {("tokens", "logit"): score}
     if len(score) == batch.sequences:  # one marked token per completion
-        tensors |= {("sequences", "score"): score, ("sequences", "group"): batch.example, **pair_tensors(score, batch)}
+        tensors["sequences", "score"] = score
+        tensors["sequences", "group"] = batch.example
+        tensors |= pair_tensors(score, batch)
     return tensors
 
 

@@ -4,7 +4,7 @@ The names are those of torch's classes in lower case, and those that transformer
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -75,57 +75,107 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     """
     if isinstance(config.optimizer, Optimizer):
         return config.optimizer
-    kind: Any = config.optimizer
-    name = str(getattr(kind, "__name__", kind))
-    who, package = f"optimizer {name}", _OPTIMIZERS.get(name, name).partition(":")[0].partition(".")[0]
-    if isinstance(kind, str):
-        if name in _OPTIMIZERS and package and find_spec(package) is None:
-            raise ValueError(f"{who}: needs {package}, which is not installed; pip install {package}")
-        kind = find("optimizer", name, _OPTIMIZERS, __package__)
-        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise ValueError(f"{who}: wanted a subclass of torch.optim.Optimizer, got {kind!r}")
-    kwargs = {key: tuple(value) if isinstance(value, list) else value for key, value in config.optimizer_kwargs.items()}
+    name = str(getattr(config.optimizer, "__name__", config.optimizer))
+    kind = _find_optimizer(name) if isinstance(config.optimizer, str) else config.optimizer
+    kwargs = _checked_kwargs(config)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = list(trained.values())
+    _check_support(config, name, kind, parameters)
+
+    groups: Any
+    if config.weight_decay:
+        groups = _decay_groups(model, trained, config.weight_decay)
+    elif isinstance(kind, type):
+        groups = [{"params": parameters}]
+    else:
+        groups = parameters  # a function may look for some of them
+    try:
+        if _has_bfloat16(parameters) or config.offload_optimizer:
+            members = {"rounding": config.rounding, "seed": config.seed, "offload": config.offload_optimizer}
+            kind = type(f"{name}OfCopies", (UpdatesCopies, kind), members)
+        optimizer: Any = build(
+            "optimizer_kwargs",
+            kind,
+            kwargs,
+            factory=True,
+            matrices=_matrices(model),
+            params=groups,
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            **_PRESETS.get(name, {}),
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"optimizer {name}: {error}") from error
+    if hasattr(optimizer, "train"):  # schedule-free: from its evaluated weights to the trained ones
+        optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _package_of(name: str) -> str:
+    """The package that an optimizer comes from; empty for our own."""
+    module = _OPTIMIZERS.get(name, name).partition(":")[0]
+    return module.partition(".")[0]
+
+
+def _find_optimizer(name: str) -> type[Optimizer]:
+    """The class of a name in `_OPTIMIZERS`, or of ``module:object``."""
+    package = _package_of(name)
+    if name in _OPTIMIZERS and package and find_spec(package) is None:
+        raise ValueError(f"optimizer {name}: needs {package}, which is not installed; pip install {package}")
+    kind = find("optimizer", name, _OPTIMIZERS, __package__)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise ValueError(f"optimizer {name}: wanted a subclass of torch.optim.Optimizer, got {kind!r}")
+    return kind
+
+
+def _checked_kwargs(config: Common) -> dict[str, Any]:
+    """The configured arguments, with tuples in place of lists, of which YAML has no other."""
+    kwargs = {}
+    for key, value in config.optimizer_kwargs.items():
+        kwargs[key] = tuple(value) if isinstance(value, list) else value
     for key, flag in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
         if key in kwargs:
             raise ValueError(f"optimizer_kwargs: {key} is --{flag}")
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    sharded = any(isinstance(parameter, DTensor) for parameter in trained.values())
+    return kwargs
+
+
+def _has_bfloat16(parameters: Sequence[Tensor]) -> bool:
+    return any(parameter.dtype == torch.bfloat16 for parameter in parameters)
+
+
+def _check_support(config: Common, name: str, kind: Any, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError if this optimizer can't update weights that are sharded, in bfloat16, or on another device."""
+    who, package = f"optimizer {name}", _package_of(name)
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    averages = hasattr(kind, "eval")  # a schedule-free optimizer
     if sharded and (package in ("bitsandbytes", "transformers") or name == "rprop"):
         raise ValueError(f"{who}: {package} can't update sharded weights; adamw_torch_8bit, of torchao, can")
-    decay, params = config.weight_decay, list(trained.values())
-    if decay:
-        decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
-        spared = [parameter for name, parameter in trained.items() if name not in decays]
-        rest = [parameter for name, parameter in trained.items() if name in decays]
-        groups: Any = [{"params": rest, "weight_decay": decay}, {"params": spared, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-    else:  # a function may look for some of them
-        groups = [{"params": params}] if isinstance(kind, type) else params
-    options = {"params": groups, "lr": config.learning_rate, "weight_decay": decay, **_PRESETS.get(name, {})}
-    halves, offload = any(parameter.dtype == torch.bfloat16 for parameter in params), config.offload_optimizer
-    if halves and hasattr(kind, "eval"):
+    if averages and _has_bfloat16(parameters):
         raise ValueError(f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32")
-    if offload and (hasattr(kind, "eval") or package == "bitsandbytes" or (sharded and name == "muon")):
+    stays_on_device = averages or package == "bitsandbytes" or (sharded and name == "muon")
+    if config.offload_optimizer and stays_on_device:
         raise ValueError(f"{who}: can't be offloaded; leave offload_optimizer out, or use adamw or paged_adamw_8bit")
-    try:
-        if halves or offload:
-            members = {"rounding": config.rounding, "seed": config.seed, "offload": offload}
-            kind = type(f"{name}OfCopies", (UpdatesCopies, kind), members)
-        optimizer: Optimizer = build(
-            "optimizer_kwargs", kind, kwargs, factory=True, matrices=_matrices(model), **options
-        )
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{who}: {error}") from error
-    if hasattr(optimizer, "train"):
-        optimizer.train()
-    return optimizer
+
+
+def _decay_groups(model: nn.Module, trained: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
+    """Parameters that decay, and those that don't; a group without any is left out."""
+    decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
+    decayed = [parameter for name, parameter in trained.items() if name in decays]
+    spared = [parameter for name, parameter in trained.items() if name not in decays]
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _matrices(model: nn.Module) -> set[Tensor]:
     """The matrices between the embedding and the output head."""
-    backbones = [each.plain.base_model for each in model.modules() if isinstance(each, Backbone)] or [model]
+    backbones: list[nn.Module] = [each.plain.base_model for each in model.modules() if isinstance(each, Backbone)]
     embeddings = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
-    return {p for each in backbones for p in each.parameters() if p.ndim == 2} - embeddings
+    parameters = (parameter for each in backbones or [model] for parameter in each.parameters())
+    matrices: set[Tensor] = {parameter for parameter in parameters if parameter.ndim == 2}
+    return matrices - embeddings
 
 
 class MuonWithAdamW(Optimizer):
@@ -153,43 +203,64 @@ class MuonWithAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
-        kinds: Any = ((Muon, muon), (AdamW, {"betas": betas, "eps": eps, "fused": True}))
         by_muon = set(matrices)
         self.parts: list[Optimizer] = []
-        for kind, options in kinds:
-            groups = [
-                {**group, "params": [p for p in group["params"] if (p in by_muon) == (kind is Muon)]}
-                for group in params
-            ]
-            if groups := [group for group in groups if group["params"]]:
-                self.parts.append(kind(groups, lr=lr, weight_decay=weight_decay, **options))
+        matrix_groups = _groups_of(params, lambda parameter: parameter in by_muon)
+        if matrix_groups:
+            self.parts.append(
+                Muon(
+                    matrix_groups,
+                    lr=lr,
+                    weight_decay=weight_decay,
+                    momentum=momentum,
+                    nesterov=nesterov,
+                    ns_steps=ns_steps,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        other_groups = _groups_of(params, lambda parameter: parameter not in by_muon)
+        if other_groups:
+            self.parts.append(AdamW(other_groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True))
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         for part in self.parts:
-            groups = [group for group in self.param_groups if ("momentum" in group) == isinstance(part, Muon)]
-            parameters = [p for group in groups for p in group["params"]] if isinstance(part, Muon) else []
-            gathered = {p: self._gather(p) for p in parameters if _is_narrow(p)}
+            by_muon = isinstance(part, Muon)
+            groups = [group for group in self.param_groups if ("momentum" in group) == by_muon]
+            gathered: dict[Tensor, DTensor] = {}
+            if by_muon:
+                gathered = {p: self._gather(p) for group in groups for p in group["params"] if _is_narrow(p)}
+            # A resumed run and the loop's schedule replace the outer optimizer's state and groups: take its own anew.
             part.state = self.state
-            part.param_groups = [{**g, "params": [gathered.get(p, p) for p in g["params"]]} for g in groups]
+            part.param_groups = []
+            for group in groups:
+                parameters = [gathered.get(p, p) for p in group["params"]]
+                part.param_groups.append({**group, "params": parameters})
             part.step()
             for p, whole in gathered.items():
+                assert isinstance(p, DTensor)
                 local(p).copy_(local(whole.redistribute(placements=p.placements)))
                 self._move_state(whole, p, p.placements)
 
-    def _gather(self, shards: Any) -> Any:
+    def _gather(self, shards: DTensor) -> DTensor:
         """The whole parameter, with its gradient and its state."""
         everywhere = [Replicate()] * shards.device_mesh.ndim
         whole = shards.redistribute(placements=everywhere)
+        assert isinstance(shards.grad, DTensor)
         whole.grad = shards.grad.redistribute(placements=everywhere)
         self._move_state(shards, whole, everywhere)
         return whole
 
     def _move_state(self, before: Tensor, after: Tensor, placements: Sequence[Placement]) -> None:
-        state = self.state.pop(before, {}).items()
-        self.state[after] = {name: tensor.redistribute(placements=placements) for name, tensor in state}
+        state = self.state.pop(before, {})
+        self.state[after] = {name: tensor.redistribute(placements=placements) for name, tensor in state.items()}
+
+
+def _groups_of(groups: Sequence[dict[str, Any]], wanted: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
+    """The groups with the wanted parameters alone; a group without any is left out."""
+    chosen = [{**group, "params": [each for each in group["params"] if wanted(each)]} for group in groups]
+    return [group for group in chosen if group["params"]]
 
 
 def _is_narrow(matrix: Tensor) -> bool:
@@ -216,27 +287,34 @@ class UpdatesCopies(Optimizer):
     offload: bool
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        groups, generators = self.param_groups, {}
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        generators: _Generators = {}
         for index, group in enumerate(groups):
             group["updates"] = group.get("updates", 0) + 1
-            others = [p for p in group["params"] if not self._is_copied(p)]
-            copied = [[p] for p in group["params"] if self._is_copied(p) and p.grad is not None]
             last = group
-            for parameters in ([others] if others else []) + copied:
-                copies = [self._copy(p) for p in parameters]
+            for parameters in self._parts(group["params"]):
+                copies = [self._copy(parameter) for parameter in parameters]
                 # A fresh dict, because some optimizers count their steps in the group.
                 last = {**group, "params": copies}
                 self.param_groups = [last]
                 super().step()
                 for parameter, copy in zip(parameters, copies, strict=True):
                     if copy is not parameter:
-                        key, device = (self.seed, group["updates"], index, _shard(parameter)), copy.device
-                        if (key, device) not in generators:
-                            generators[key, device] = torch.Generator(device).manual_seed(_mixed(key))
-                        self._store(parameter, copy, generators[key, device])
+                        key = (self.seed, group["updates"], index, _shard(parameter))
+                        self._store(parameter, copy, _generator(generators, key, copy.device))
+            # What the optimizer counted in the group, once for all parameters.
             group.update({name: value for name, value in last.items() if name != "params"})
         self.param_groups = groups
+
+    def _parts(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+        """The parameters that one step updates together: those that need no copy, and each of the others by itself."""
+        parts = []
+        others = [each for each in parameters if not self._is_copied(each)]
+        if others:
+            parts.append(others)
+        parts += [[each] for each in parameters if self._is_copied(each) and each.grad is not None]
+        return parts
 
     def _is_copied(self, parameter: Tensor) -> bool:
         return parameter.dtype == torch.bfloat16 or self._device(parameter) != parameter.device
@@ -248,8 +326,10 @@ class UpdatesCopies(Optimizer):
         """The parameter in at least float32, with its gradient and its state."""
         if not self._is_copied(parameter):
             return parameter
-        state, device = self.state.pop(parameter, {}), self._device(parameter)
-        rounded, dtype = parameter.detach().to(device), torch.promote_types(parameter.dtype, torch.float32)
+        state = self.state.pop(parameter, {})
+        device = self._device(parameter)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        rounded = parameter.detach().to(device)
         copy = rounded.to(dtype)
         if "remainder" in state:
             local(copy).copy_(join(local(rounded), local(state.pop("remainder"))))
@@ -260,7 +340,8 @@ class UpdatesCopies(Optimizer):
         return copy
 
     def _store(self, parameter: Tensor, copy: Tensor, generator: torch.Generator) -> None:
-        state, w = self.state.pop(copy, {}), local(copy)
+        state = self.state.pop(copy, {})
+        w = local(copy)
         if parameter.dtype == torch.bfloat16 and self.rounding == "stochastic":
             w = round_stochastically(w, generator)
         elif parameter.dtype == torch.bfloat16:
@@ -270,8 +351,8 @@ class UpdatesCopies(Optimizer):
         local(parameter).copy_(w)
         self.state[parameter] = state
 
-    def load_state_dict(self, state_dict: Any) -> None:
-        """As saved: torch alone would round the state to the parameters' bfloat16."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state as it was saved: torch alone would round the state to the parameters' bfloat16."""
         super().load_state_dict(state_dict)
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -281,13 +362,25 @@ class UpdatesCopies(Optimizer):
                     self.state[parameter][name] = value.to(self._device(parameter), copy=True)
 
 
+_Generators = dict[tuple[tuple[int, ...], torch.device], torch.Generator]
+
+
+def _generator(made: _Generators, key: tuple[int, ...], device: torch.device) -> torch.Generator:
+    """The generator of these numbers, which all parameters of a group draw from in turn."""
+    if (key, device) not in made:
+        made[key, device] = torch.Generator(device).manual_seed(_mixed(key))
+    return made[key, device]
+
+
 def _shard(parameter: Tensor) -> int:
     """The number of this rank's part of a parameter: the same on replicas of it."""
     if not isinstance(parameter, DTensor):
         return 0
-    number, mesh = 0, parameter.device_mesh
+    number = 0
+    mesh = parameter.device_mesh
     for size, placement, place in zip(mesh.shape, parameter.placements, mesh.get_coordinate() or (), strict=True):
-        number = number if placement.is_replicate() else number * size + place
+        if not placement.is_replicate():
+            number = number * size + place
     return number
 
 
@@ -306,7 +399,9 @@ def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
         x: float32, finite or not; a bfloat16 number stays itself.
     """
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    return ((x.view(torch.int32) + noise) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    # The upper 16 bits of a float32 are a bfloat16: what noise carries into them rounds up.
+    bits = (x.view(torch.int32) + noise) & -0x10000
+    return bits.view(torch.float32).to(torch.bfloat16)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -353,7 +448,8 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
     Raises:
         ValueError: if it has no such argument, one is missing or wrong, or it needs evaluations and there are none.
     """
-    name, who = config.schedule, f"schedule {config.schedule}"
+    name: str = config.schedule
+    who = f"schedule {name}"
     if hasattr(optimizer, "eval") and not name.startswith("constant"):
         raise ValueError(f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant")
     warmup = math.ceil(steps * config.warmup) if config.warmup < 1 else int(config.warmup)
@@ -367,9 +463,16 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
         name = "constant_with_warmup"
     if name in _BY_EVALUATION and not (config.eval_data and config.eval_every):
         raise ValueError(f"{who}: follows the loss of evaluations; give --eval_data and --eval_every")
-    options = {"optimizer": optimizer, "num_warmup_steps": warmup, "num_training_steps": steps}
     try:
-        schedule: Any = build("schedule_kwargs", functions[name], config.schedule_kwargs, factory=True, **options)
+        schedule: Any = build(
+            "schedule_kwargs",
+            functions[name],
+            config.schedule_kwargs,
+            factory=True,
+            optimizer=optimizer,
+            num_warmup_steps=warmup,
+            num_training_steps=steps,
+        )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{who}: {error}") from error
     return schedule  # type: ignore[no-any-return]

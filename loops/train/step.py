@@ -75,13 +75,10 @@ class Sums:
     def __init__(
         self, accelerator: Accelerator, policy: nn.Module, micro_batches: Sequence[Batch], weightings: Weightings
     ) -> None:
-        for name, entry in weightings.items():
-            if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
-                raise ValueError(
-                    f"step: wanted (coefficient, weighting) for the loss {name}, got {entry!r:.80}; "
-                    "weightings(losses) makes them of Terms"
-                )
-        self.accelerator, self.weightings, self.copies = accelerator, weightings, ranks_together(policy)
+        _check_weightings(weightings)
+        self.accelerator = accelerator
+        self.weightings = weightings
+        self.copies = ranks_together(policy)
         self.weights = [{name: weigh(batch) for name, (_, weigh) in weightings.items()} for batch in micro_batches]
         if not self.weights:  # the other ranks would wait for it
             raise ValueError("step: wanted micro-batches, got none; a rank without examples takes [collate([])]")
@@ -92,7 +89,6 @@ class Sums:
 
     def add(self, i: int, losses: Mapping[str, tuple[Tensor, Stats]]) -> Tensor | float:
         """Add the losses of micro-batch ``i``; returns its part of the total to train on."""
-        total: Tensor | float = 0.0
         if not isinstance(losses, Mapping):
             raise ValueError(
                 f"objective: wanted {{name: (loss, stats)}} of named losses, got {type(losses).__name__}; "
@@ -103,6 +99,7 @@ class Sums:
                 f"objective: wanted the losses that have a weighting ({', '.join(self.weightings)}), got "
                 f"({', '.join(losses)}); a coefficient of 0 only measures one"
             )
+        total: Tensor | float = 0.0
         for name, (coefficient, _) in self.weightings.items():
             weight = self.weights[i][name].weight
             loss, stats = loss_and_stats(name, losses[name])
@@ -131,11 +128,23 @@ class Sums:
         means = {}
         for metric in self.sums:
             name = self.term[metric]
-            if self.weightings[name][0] or self.denominators[name]:  # not one that is only measured and has no unit
-                weight = self.denominators[name] if metric in self.weightings else total["weight", name]
-                means[metric] = total["metric", metric] / (weight or 1.0)
+            coefficient, _ = self.weightings[name]
+            if not coefficient and not self.denominators[name]:
+                continue  # it is only measured, and has no unit
+            weight = self.denominators[name] if metric in self.weightings else total["weight", name]
+            means[metric] = total["metric", metric] / (weight or 1.0)
         loss = sum(coefficient * means[name] for name, (coefficient, _) in self.weightings.items() if coefficient)
         return {"loss": loss, **means}, {name: total["count", name] for name in counts}
+
+
+def _check_weightings(weightings: Weightings) -> None:
+    """Raise ValueError unless each is a pair of a coefficient and a function."""
+    for name, entry in weightings.items():
+        if not (isinstance(entry, tuple) and len(entry) == 2 and callable(entry[1])):
+            raise ValueError(
+                f"step: wanted (coefficient, weighting) for the loss {name}, got {entry!r:.80}; "
+                "weightings(losses) makes them of Terms"
+            )
 
 
 def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
@@ -143,21 +152,25 @@ def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.
 
     DDP looks in every step for weights without a gradient, which takes time, only if a probe finds some.
     """
-    if not isinstance(policy, FSDPModule):
-        if accelerator.use_distributed and isinstance(policy, Backbone) and (unused := _unused(accelerator, policy)):
+    if isinstance(policy, FSDPModule):
+        # Evaluation mode keeps Accelerate from wrapping the policy; it trains all the same.
+        sharded = accelerator.prepare_model(policy, device_placement=False, evaluation_mode=True)
+        return sharded, accelerator.prepare_optimizer(optimizer)
+    if accelerator.use_distributed and isinstance(policy, Backbone):
+        unused = _unused(accelerator, policy)
+        if unused:
             log.info("%d weights get no gradient, such as %s", len(unused), unused[0])
             accelerator.ddp_handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
             accelerator.ddp_handler.find_unused_parameters = True
-        prepared: tuple[Any, Any] = accelerator.prepare(policy, optimizer)
-        return prepared
-    sharded = accelerator.prepare_model(policy, device_placement=False, evaluation_mode=True)
-    return sharded, accelerator.prepare_optimizer(optimizer)
+    prepared: tuple[Any, Any] = accelerator.prepare(policy, optimizer)
+    return prepared
 
 
 def _unused(accelerator: Accelerator, policy: Backbone) -> list[str]:
     """The names of trained parameters that the outputs for a probe do not depend on."""
+    batch = collate(PROBE, device=accelerator.device)
     with evaluating(policy), torch.enable_grad(), accelerator.autocast():  # draws nothing at random
-        outputs = tree_leaves(policy(collate(PROBE, device=accelerator.device)))
+        outputs = tree_leaves(policy(batch))
     sums = [each.sum() for each in outputs if isinstance(each, Tensor) and each.requires_grad]
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     gradients = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
@@ -190,30 +203,14 @@ def train_step(
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
         ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without any trained token.
     """
-    if accelerator.gradient_accumulation_steps != 1:  # it would divide the loss, and pass over steps
-        raise ValueError(
-            "train_step: it accumulates over its micro-batches itself; wanted an Accelerator with "
-            f"gradient_accumulation_steps 1, got {accelerator.gradient_accumulation_steps}"
-        )
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if given.isdisjoint(policy.parameters()):
-        raise ValueError("train_step: the optimizer has no parameter of the policy; make it of policy.parameters()")
+    _check_prepared(accelerator, policy, given)
     policy.zero_grad()  # of weights that the optimizer lacks, and of a step that failed
     micro_batches = _listed(micro_batches)
     sums = Sums(accelerator, policy, micro_batches, weightings)
-    # The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
-    # reduced for each micro-batch: until then each rank would keep the whole gradient.
-    sharded = getattr(policy, "mesh", None) is not None  # shards that the caller made average, as Accelerate's do
-    if accelerator.use_distributed and not any(isinstance(module, _REDUCING) for module in policy.modules()):
-        raise ValueError("train_step: several ranks need policy, optimizer = accelerator.prepare(policy, optimizer)")
-    scale = 1 if sharded else accelerator.num_processes
-    totals = []
-    for i, batch in enumerate(micro_batches):
-        last = i == len(micro_batches) - 1
-        with nullcontext() if last or sharded else accelerator.no_sync(policy):
-            total = torch.as_tensor(sums.add(i, objective(policy, batch)))
-            accelerator.backward(total * scale)
-        totals.append(total.detach())
+    _check_wrapped(accelerator, policy)
+    totals = _accumulate(accelerator, policy, micro_batches, objective, sums)
+
     clipped = [each for each in policy.parameters() if each.grad is None or each in given]
     norm: Any = accelerator.clip_grad_norm_(clipped, max_grad_norm)
     grad_norm = float(whole(norm))
@@ -225,11 +222,56 @@ def train_step(
     if not math.isfinite(grad_norm):
         not_finite([i for i, total in enumerate(totals) if not total.isfinite()])
     optimizer.zero_grad()
-    tokens = float(sum(len(batch.target) for batch in micro_batches))
-    examples = [example for batch in micro_batches for example in batch.examples]
-    read = float(sum(len(e.prompt) * len(e.completions) + sum(map(len, e.completions)) for e in examples))
-    metrics, counts = sums.means(tokens=tokens, input_tokens=read)
+    trained_tokens = float(sum(len(batch.target) for batch in micro_batches))
+    input_tokens = float(sum(_input_tokens(batch) for batch in micro_batches))
+    metrics, counts = sums.means(tokens=trained_tokens, input_tokens=input_tokens)
     return {**metrics, "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
+
+
+def _check_prepared(accelerator: Accelerator, policy: nn.Module, given: set[Tensor]) -> None:
+    """Raise ValueError if Accelerate would divide the loss, or the optimizer has parameters of another model."""
+    if accelerator.gradient_accumulation_steps != 1:  # it would divide the loss, and pass over steps
+        raise ValueError(
+            "train_step: it accumulates over its micro-batches itself; wanted an Accelerator with "
+            f"gradient_accumulation_steps 1, got {accelerator.gradient_accumulation_steps}"
+        )
+    if given.isdisjoint(policy.parameters()):
+        raise ValueError("train_step: the optimizer has no parameter of the policy; make it of policy.parameters()")
+
+
+def _check_wrapped(accelerator: Accelerator, policy: nn.Module) -> None:
+    """Raise ValueError if there are several ranks and nothing reduces gradients over them."""
+    if accelerator.use_distributed and not any(isinstance(module, _REDUCING) for module in policy.modules()):
+        raise ValueError("train_step: several ranks need policy, optimizer = accelerator.prepare(policy, optimizer)")
+
+
+def _accumulate(
+    accelerator: Accelerator, policy: nn.Module, micro_batches: Sequence[Batch], objective: Objective, sums: Sums
+) -> list[Tensor]:
+    """Add up the gradients of all micro-batches; returns each one's part of the total.
+
+    The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
+    reduced for each micro-batch: until then each rank would keep the whole gradient.
+    """
+    sharded = getattr(policy, "mesh", None) is not None  # shards that the caller made average, as Accelerate's do
+    scale = 1 if sharded else accelerator.num_processes
+    totals = []
+    for i, batch in enumerate(micro_batches):
+        reduced = sharded or i == len(micro_batches) - 1
+        with nullcontext() if reduced else accelerator.no_sync(policy):
+            total = torch.as_tensor(sums.add(i, objective(policy, batch)))
+            accelerator.backward(total * scale)
+        totals.append(total.detach())
+    return totals
+
+
+def _input_tokens(batch: Batch) -> int:
+    """Tokens of all sequences of a batch, prompts included, however the rows share them."""
+    tokens = 0
+    for example in batch.examples:
+        prompts = len(example.prompt) * len(example.completions)
+        tokens += prompts + sum(map(len, example.completions))
+    return tokens
 
 
 def _listed(micro_batches: Iterable[Batch]) -> list[Batch]:
@@ -273,9 +315,17 @@ def optimize(
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])
-        step = accelerator, policy, optimizer, batches(number - 1), objective, weightings
         not_finite: list[int] = []
-        metrics = train_step(*step, max_grad_norm=max_grad_norm, not_finite=not_finite.extend)
+        metrics = train_step(
+            accelerator,
+            policy,
+            optimizer,
+            batches(number - 1),
+            objective,
+            weightings,
+            max_grad_norm=max_grad_norm,
+            not_finite=not_finite.extend,
+        )
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
