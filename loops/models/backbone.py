@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
+from .columns import Columns
 from .patches import never_repack
 from .rotary import rotate_by_sequence
 from .rows import Layout, Rows, arrange
-
-if TYPE_CHECKING:
-    from .context_parallel import Columns
 
 T = TypeVar("T")
 
@@ -33,7 +31,7 @@ class Backbone(nn.Module):
 
     read: Literal["before", "at"] = "before"
     layout: Layout
-    columns: "Columns | None" = None
+    columns: Columns | None = None
 
     def __init__(
         self, model: nn.Module, *, mesh: DeviceMesh | None = None, param_dtype: torch.dtype | None = None
