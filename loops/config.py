@@ -433,5 +433,7 @@ class Limits(Settings):
     """Tokens after the prompt, those of the environment included."""
     seconds: PositiveFloat = 60.0
     """Seconds that one call of the environment may take."""
+    attempts: PositiveInt = 3
+    """How often an environment is made and reset before its conversation is given up, aborted and masked."""
     concurrency: PositiveInt | None = None
     """Environments open at once; further conversations wait. null opens those of all prompts that are sampled."""

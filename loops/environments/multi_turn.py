@@ -4,6 +4,7 @@
     source.sample(request)         one completion; turn k is `Request.turn`
     environment.step(completion)   its observation, whether the conversation is over, and a reward
     ...
+    environment.reward()           if there is such a method: what the whole conversation is worth
 
 One conversation is one `Sample`. Its tokens are those after the prompt, in order; only those that the policy sampled
 are trained and have log-probs. Nothing that was sampled is tokenized again.
@@ -12,21 +13,29 @@ are trained and have log-probs. Nothing that was sampled is tokenized again.
 import asyncio
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from ...data.columns import Message
 from ..config import Limits
 from ..rewards.scoring import OutOfTime, as_score, call, is_async, within
-from ..rollouts.event_loops import gather_or_cancel, run
-from ..rollouts.sample import Request, Row, Sample, VersionSpan, plain
+from ..rollouts.event_loops import gather_or_cancel, run, warn_if_blocking
+from ..rollouts.sample import Request, Row, Sample, VersionSpan, copied, plain
 from ..rollouts.source import NamedWeights, RolloutSource, check_completions
 from .chat_turns import ChatTurns
 
 log = logging.getLogger(__name__)
 
+_PAUSE = 0.5  # seconds until an environment is made a second time; twice as long before each further time
+
+_AGAIN = "it is made again, at most limits.attempts times; then the conversation is aborted and has no reward"
+_ABORTED = "the conversation is aborted and has no reward, as are further ones, which are counted"
+_WANTED = "wanted a text, a list of messages with role and content, or token ids"
 _NAMES = ("messages", "turn_rewards", "turns", "environment_reward")  # of a conversation, in ``sample.info``
 
 
@@ -34,7 +43,8 @@ class Step(NamedTuple):
     """An environment's reply to a completion.
 
     Attributes:
-        observation: messages, a text (a user's), or token ids of everything between this completion and the next.
+        observation: messages, a text (a user's), or token ids of everything between this completion and the next, in a
+            list or an array.
         done: whether the conversation is over; its observation is then ignored.
         reward: for this completion; a conversation's is the sum over its turns. None gives none.
         counts: numbers to be summed over the conversation and kept in ``sample.info``.
@@ -56,16 +66,22 @@ async def close(environment: Any) -> None:
 class MultiTurnSource:
     """A source of conversations: a `RolloutSource` on top of another. `reset` gives the prompt, not the request.
 
-    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards, None where there was none, or in a word
-    how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for people) and
-    the environment's counts. A conversation in which the environment fails or is too slow is aborted; its turns until
-    then are kept. The first failure of each kind is logged.
+    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of that by ``reward()``, None where
+    there was none, or in a word how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's
+    rewards and for people) and the environment's counts.
+
+    An environment that can't be made, or whose `reset` fails or is too slow, is made again, ``limits.attempts`` times
+    in all. If none works, or the environment fails in a turn, the conversation is aborted; its turns until then are
+    kept. The first failure of each kind is logged.
 
     Args:
         source: where completions come from.
         make: an environment for one conversation.
         row: the row of the data that a task's prompt comes from.
         turns: how messages become tokens; not needed by environments that speak in token ids.
+
+    Attributes:
+        failures: the first failure of each kind, with its traceback.
     """
 
     source: RolloutSource
@@ -73,24 +89,32 @@ class MultiTurnSource:
     row: Callable[[int], Row]
     turns: ChatTurns | None = None
     limits: Limits = field(default_factory=Limits)
+    failures: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.limits.concurrency or sys.maxsize)
         self._closing: set[asyncio.Task[None]] = set()
-        self._reported: set[str] = set()
         self.overlaps = self.source.overlaps
         self.stored = self.source.stored
         self.tokenizer = getattr(self.source, "tokenizer", None)  # a scheduler reads prompts of text with it
+
+    def on(self, source: RolloutSource) -> "MultiTurnSource":
+        """The same conversations, of completions from another source, such as one that repeats failed requests."""
+        return replace(self, source=source)
 
     async def sample(self, request: Request) -> list[Sample]:
         """One conversation for each of ``request.indices``, at the same time; if one fails, all are cancelled.
 
         Raises:
-            ValueError: if `reset` fails, or gives the conversations of one task different prompts.
+            ValueError: if `reset` gives the conversations of one task different prompts, or one that can't be used.
             SourceError: if the source returns another sample than the one requested.
         """
         samples = await gather_or_cancel(self._converse(request, index) for index in request.indices)
-        if len({tuple(sample.prompt) for sample in samples}) > 1:
+        begun = [sample for sample in samples if sample.tokens]
+        for sample in samples:
+            if not sample.tokens:
+                sample.prompt = list(begun[0].prompt if begun else request.prompt)
+        if len({tuple(sample.prompt) for sample in begun}) > 1:
             raise ValueError(
                 f"environment: the conversations of task {request.task} begin with different prompts; what `reset` "
                 "returns must depend on the row alone, because their rewards are compared"
@@ -109,17 +133,46 @@ class MultiTurnSource:
 
     async def _converse(self, request: Request, index: int) -> Sample:
         async with self._places:
-            environment = _Played(self.make())
-            try:
-                return await self._conversation(environment, request, index)
-            finally:
-                closing = asyncio.ensure_future(self._close(environment))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
-                await asyncio.shield(closing)  # a conversation that is cancelled once more leaves it to `close`
+            for attempt in range(self.limits.attempts):
+                if attempt:
+                    await asyncio.sleep(_PAUSE * 2 ** (attempt - 1))
+                environment = self._made(request, index)
+                if environment is None:
+                    continue
+                try:
+                    opening = await self._reset(environment, request, index)
+                    if opening is not None:
+                        return await self._conversation(environment, opening, request, index)
+                finally:
+                    closing = asyncio.ensure_future(self._close(environment))
+                    self._closing.add(closing)
+                    closing.add_done_callback(self._closing.discard)
+                    await asyncio.shield(closing)  # a conversation that is cancelled once more leaves it to `close`
+        info = dict(zip(_NAMES, ([], [], 0, "aborted"), strict=True))
+        return Sample(request.task, index, [], [], [], [], [], "aborted", info=info)
 
-    async def _conversation(self, environment: "_Played", request: Request, index: int) -> Sample:
-        prompt, limit = await self._open(environment, request)
+    def _made(self, request: Request, index: int) -> "_Played | None":
+        began = time.perf_counter()
+        try:
+            return _Played(self.make())
+        except Exception as error:
+            self._failed("error in its constructor", f"({_place(request, index)}); {_AGAIN}", error)
+            return None
+        finally:
+            warn_if_blocking("the environment's constructor", time.perf_counter() - began)
+
+    async def _reset(self, environment: "_Played", request: Request, index: int) -> Any:
+        """What `reset` gives; None if it fails."""
+        row = copied(self.row(request.task))
+        try:
+            opening = await within(self.limits.seconds, environment.call("reset", row))
+        except Exception as error:
+            self._failed(f"{_kind(error)} in reset", f"({_place(request, index)}); {_AGAIN}", error)
+            return None
+        return "" if opening is None else opening
+
+    async def _conversation(self, environment: "_Played", opening: Any, request: Request, index: int) -> Sample:
+        prompt, limit = self._open(opening, request)
         info: dict[str, Any] = dict(zip(_NAMES, ([], [], 0, None), strict=True))
         sample = Sample(request.task, index, prompt, [], [], [], [], "length", info=info)
         stop = request.sampling.stop
@@ -144,7 +197,7 @@ class MultiTurnSource:
             info["turns"] += 1
             step = None if completion.finish == "aborted" else await self._step(environment, completion)
             if step is None:
-                sample.finish, info["environment_reward"] = "aborted", "aborted"
+                sample.finish = "aborted"
                 break
             self._note(info, step)
             if step.done or completion.finish == "length":
@@ -158,17 +211,18 @@ class MultiTurnSource:
             sample.logprobs += [0.0] * len(context)
             info["messages"] += messages
         sample.text = "\n".join(m["content"] for m in info["messages"] if m["role"] == "assistant")
+        if sample.finish != "aborted" and not await self._reward(environment, sample):
+            sample.finish = "aborted"
+        if sample.finish == "aborted":
+            info["environment_reward"] = "aborted"
         return sample
 
-    async def _open(self, environment: "_Played", request: Request) -> tuple[list[int], int]:
+    def _open(self, opening: Any, request: Request) -> tuple[list[int], int]:
         """The prompt, and how many tokens may follow within the limit and the model's context."""
-        try:
-            opening = await within(self.limits.seconds, environment.call("reset", self.row(request.task)))
-        except Exception as error:
-            raise ValueError(f"environment: reset failed at the row of task {request.task}: {error!r}") from error
+        opening = _observed(opening, "reset returned")
         if not opening:
             raise ValueError(f"environment: reset gave task {request.task} an empty prompt; say something first")
-        prompt = list(opening) if _is_tokens(opening) else self._turns().prompt(_messages(opening))
+        prompt = opening if _is_tokens(opening) else self._turns().prompt(_messages(opening))
         context = getattr(self.source, "context", None)
         if context is None:
             return prompt, self.limits.tokens
@@ -181,15 +235,27 @@ class MultiTurnSource:
 
     async def _step(self, environment: "_Played", completion: Sample) -> Step | None:
         try:
-            step: Step = await within(self.limits.seconds, environment.call("step", completion))
+            step: Step = await within(self.limits.seconds, environment.call("step", completion.copy()))
         except Exception as error:
-            place = f"in step (task {completion.task}, completion {completion.index})"
-            what = f"{place}; the conversation is aborted and has no reward, as are further ones, which are counted"
-            self._failed("timeout" if isinstance(error, OutOfTime) else "error", what, error)
+            self._failed(f"{_kind(error)} in step", f"({_place(completion, completion.index)}); {_ABORTED}", error)
             return None
         if not hasattr(step, "observation"):
             raise ValueError(f"environment: step returned {step!r:.200}; wanted a Step(observation, done, reward)")
         return step
+
+    async def _reward(self, environment: "_Played", sample: Sample) -> bool:
+        """Add what the environment says that the whole conversation is worth; false if it fails at that."""
+        name = environment.reward_name
+        if name is None:
+            return True
+        try:
+            reward = await within(self.limits.seconds, environment.call(name))
+        except Exception as error:
+            self._failed(f"{_kind(error)} in {name}", f"({_place(sample, sample.index)}); {_ABORTED}", error)
+            return False
+        given = [*sample.info["turn_rewards"], as_score(reward)]
+        sample.info["environment_reward"] = _total(given)
+        return True
 
     async def _close(self, environment: "_Played") -> None:
         try:
@@ -198,16 +264,14 @@ class MultiTurnSource:
             self._failed("close", "failed; what the environment holds may be left over, as where it fails again", error)
 
     def _failed(self, kind: str, what: str, error: Exception) -> None:
-        if kind not in self._reported:
+        if kind not in self.failures:
             log.warning("environment: %s %s", kind, what, exc_info=error)
-        self._reported.add(kind)
+            self.failures[kind] = f"{kind} {what}\n" + "".join(traceback.format_exception(error)).strip()
 
     def _note(self, info: dict[str, Any], step: Step) -> None:
         """Add the reward and the counts of a turn."""
         info["turn_rewards"].append(as_score(step.reward))
-        rewards = [reward for reward in info["turn_rewards"] if reward is not None]
-        failed = [reward for reward in rewards if isinstance(reward, str)]
-        info["environment_reward"] = failed[0] if failed else sum(rewards) if rewards else None
+        info["environment_reward"] = _total(info["turn_rewards"])
         for name, count in step.counts.items():
             who = f"environment: counts[{name!r}]"
             number = plain(count, who)
@@ -219,10 +283,11 @@ class MultiTurnSource:
 
     def _observation(self, observation: Any, completion: Sample, request: Request) -> tuple[list[Message], list[int]]:
         """The environment's messages, and the tokens between this completion and the next."""
+        observation = _observed(observation, "step observed")
         if not observation:
             raise ValueError("environment: step observed nothing and is not done; return an observation, or done=True")
         if _is_tokens(observation):
-            return [], [int(token) for token in observation]
+            return [], observation
         messages = _messages(observation)
         suffix = self._turns().suffix(messages)
         # Any sampled end token replaces the template's; a completion without one is ended by the template's.
@@ -244,17 +309,29 @@ class _Played:
         self.environment = environment
         self.latest: Future[None] = Future()  # call of a plain function
 
-    async def call(self, name: str, argument: Any) -> Any:
+    @property
+    def reward_name(self) -> str | None:
+        """The method that says what the conversation is worth, ``reward`` or ``get_reward``, TRL's name for it.
+
+        It is one of the class: an attribute of the object may be anything.
+        """
+        for name in ("reward", "get_reward"):
+            of_class = getattr(type(self.environment), name, None)
+            if callable(of_class) and callable(getattr(self.environment, name)):
+                return name
+        return None
+
+    async def call(self, name: str, *arguments: Any) -> Any:
         function = getattr(self.environment, name)
         if is_async(function):
-            return await call(function, argument)
+            return await call(function, *arguments)
         latest = self.latest = Future()
 
         def tracked() -> Any:
             if not latest.set_running_or_notify_cancel():  # closed before this thread started
                 return None
             try:
-                return function(argument)
+                return function(*arguments)
             finally:
                 latest.set_result(None)
 
@@ -267,9 +344,57 @@ class _Played:
             self.latest.add_done_callback(lambda _: run(close(self.environment)))
 
 
-def _messages(observation: Any) -> list[Message]:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+def refuse_failing(source: Any, samples: Sequence[Sample]) -> None:
+    """Raise ValueError, with the first failure, if an environment failed in all conversations of the first rollout."""
+    failures = getattr(source, "failures", {})
+    if failures and samples and all(sample.info.get("environment_reward") == "aborted" for sample in samples):
+        raise ValueError(
+            f"environment: it failed in all {len(samples)} conversations of the first rollout, so nothing can be "
+            "learned; fix it, or see that what it needs is there. The first failure of each kind:\n"
+            + "\n".join(failures.values())
+        )
 
 
-def _is_tokens(observation: Any) -> bool:
-    return not isinstance(observation, str) and all(isinstance(token, int) for token in observation)
+def _kind(error: Exception) -> str:
+    return "timeout" if isinstance(error, OutOfTime) else "error"
+
+
+def _place(part: Request | Sample, index: int) -> str:
+    return f"task {part.task}, completion {index}"
+
+
+def _total(rewards: Sequence[float | str | None]) -> float | str | None:
+    """The sum of those that are numbers, None where there is none, or the first failure."""
+    failed = [reward for reward in rewards if isinstance(reward, str)]
+    numbers = [reward for reward in rewards if isinstance(reward, float)]
+    if failed:
+        return failed[0]
+    return sum(numbers) if numbers else None
+
+
+def _observed(observation: Any, what: str) -> Any:
+    """A text, a list of messages, or a list of token ids, whatever array or sequence it came in.
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if hasattr(observation, "tolist"):  # an array of numpy, a tensor
+        observation = observation.tolist()
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, Mapping) or not isinstance(observation, Iterable):
+        raise ValueError(f"environment: {what} {observation!r:.200}; {_WANTED}")
+    entries = list(observation)
+    if all(isinstance(entry, Integral) for entry in entries):
+        return [int(entry) for entry in entries]
+    if not all(isinstance(entry, Mapping) and "role" in entry for entry in entries):
+        raise ValueError(f"environment: {what} {observation!r:.200}; {_WANTED}")
+    return entries
+
+
+def _messages(observation: str | list[Message]) -> list[Message]:
+    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+
+
+def _is_tokens(observation: str | list[Any]) -> bool:
+    return not isinstance(observation, str) and isinstance(observation[0], int)

@@ -174,6 +174,7 @@ def name_of(function: Callable[..., Any]) -> str:
 async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
     """Score every sample by every function, and write ``sample.rewards[name]``.
 
+    A sample without a token, of a conversation that never began, is shown to no function: "aborted" is its score.
     Numbers of numpy and torch that functions store in ``sample.info`` become Python's.
 
     Args:
@@ -192,6 +193,9 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
         over = getattr(reward.function, "over", "sample")
         units: dict[int, list[int]] = {}  # the completions of each call
         for i, sample in enumerate(samples):
+            if sample.finish == "aborted" and not sample.tokens:
+                sample.rewards[reward.name] = "aborted"
+                continue
             units.setdefault({"sample": i, "group": sample.task, "step": 0}[over], []).append(i)
         for unit in units.values():
             calls.append(_score(reward, [rows[i] for i in unit], [samples[i] for i in unit], over == "sample"))

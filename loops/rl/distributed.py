@@ -77,6 +77,8 @@ class DistributedSource:
     def __post_init__(self) -> None:
         self.overlaps, self.stored = self.source.overlaps, self.source.stored
         self.context: int | None = getattr(self.source, "context", None)  # the longest prompt and completion together
+        self.vocab: int | None = getattr(self.source, "vocab", None)
+        self.separate: bool = getattr(self.source, "separate", False)
         self.parts = min(self.group_size, -(-self.ranks // self.groups))  # of a group
         self._unsent: list[list[tuple[int, Request | None]]] = [[] for _ in range(self.ranks)]
         self._awaited: list[dict[int, asyncio.Future[Any]]] = [{} for _ in range(self.ranks)]
@@ -85,7 +87,7 @@ class DistributedSource:
 
     async def sample(self, request: Request) -> list[Sample]:
         refuse_closed(self._closed, "distributed")
-        check_request(request, vocab=getattr(self.source, "vocab", None), context=self.context)
+        check_request(request, vocab=self.vocab, context=self.context)
         shares: dict[int, list[int]] = {}
         for index in request.indices:
             rank = (request.task * self.parts + index * self.parts // self.group_size) % self.ranks

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...data import permutation
 from ..batch import Batch
 from ..environments import tool_metrics
+from ..environments.multi_turn import refuse_failing
 from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken, refuse_silent
 from ..rewards.table import RewardMonitor, reward_metrics, score
@@ -135,6 +136,7 @@ class RolloutFeed:
             groups = self.scheduler.take(wanted - len(kept), step=number)
             if self.rollout is None and not sampled:
                 first = list(chain.from_iterable(groups))
+                refuse_failing(self.scheduler.source, first)
                 refuse_broken(rewards, first)
                 if number == 0:  # a resumed run may meet prompts that no function applies to, as the whole one does
                     refuse_silent(rewards, first)

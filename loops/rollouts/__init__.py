@@ -2,6 +2,7 @@
 
 sample                   one completion, its request, and the checks of both
 source                   the contract of every source of completions
+retries                  failed requests, repeated one completion at a time
 replay                   stored samples, a source too
 local/                   a source: the trainer's own module
 vllm/                    a source: vLLM, a server or in this process

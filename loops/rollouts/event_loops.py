@@ -101,7 +101,7 @@ def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any,
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         finally:
-            _warn_if_blocking(name, time.perf_counter() - began)
+            warn_if_blocking(name, time.perf_counter() - began)
         try:
             resume, sent = steps.send, (yield awaited)
         except GeneratorExit:
@@ -114,7 +114,8 @@ def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any,
 _blocking: set[str] = set()  # names that a warning was logged for
 
 
-def _warn_if_blocking(name: str, seconds: float) -> None:
+def warn_if_blocking(name: str, seconds: float) -> None:
+    """Log a warning, once for each name, if a user's function ran in the event loop for so many seconds."""
     if seconds > _BLOCKS and name not in _blocking:
         _blocking.add(name)
         log.warning(

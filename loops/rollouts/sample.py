@@ -107,7 +107,7 @@ class Sample:
 
     @property
     def oldest(self) -> int:
-        """The oldest version that it was drawn from."""
+        """The oldest version that it was drawn from; it has a token at least."""
         return min(span.version for span in self.spans)
 
     def copy(self) -> "Sample":
@@ -161,8 +161,13 @@ def check_request(request: Request, *, vocab: int | None = None, context: int | 
         )
 
 
-def check_sample(sample: Sample) -> None:
+def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
     """Raise unless the parts of a sample agree with each other.
+
+    One that was aborted may have no token, and no prompt either: a conversation that never began.
+
+    Args:
+        vocab: exclusive upper limit of token ids, if it is known.
 
     Raises:
         ValueError: names the task, the completion and what is wrong with it.
@@ -172,13 +177,23 @@ def check_sample(sample: Sample) -> None:
     for name, values in (("trained", sample.trained), ("logprobs", sample.logprobs)):
         if len(values) != length:
             raise ValueError(f"{who}: {name} must have one entry per token, {length}, got {len(values)}")
-    if not any(sample.trained):
+    for name, tokens in (("prompt", sample.prompt), ("completion", sample.tokens)):
+        least, largest = min(tokens, default=0), max(tokens, default=0)
+        if least < 0 or (vocab is not None and largest >= vocab):
+            wrong_id = least if least < 0 else largest
+            limit = "" if vocab is None else f" of {vocab}"
+            raise ValueError(f"{who}: {name} token {wrong_id} is outside the vocabulary{limit}")
+    never_began = sample.finish == "aborted" and not sample.tokens
+    if not (any(sample.trained) or never_began):
         raise ValueError(f"{who}: it has no token of the policy; a completion has one at least, the one that ends it")
-    if not sample.prompt:
+    if not (sample.prompt or never_began):
         raise ValueError(f"{who}: its prompt is empty; the first token is predicted from the last of the prompt")
     wrong = [p for p in sample.logprobs if not -math.inf < p <= 1e-3]  # NaN too; rounding may leave a hair above 0
     if wrong:
         raise ValueError(f"{who}: log-probs must be finite and <= 0, got {wrong[0]}")
+    strange = [span.version for span in sample.spans if not isinstance(span.version, int)]
+    if strange:
+        raise ValueError(f"{who}: wanted the version of the weights that its tokens are from, got {strange[0]!r}")
     covered = {t for span in sample.spans for t in range(span.start, span.end)}
     missing = [t for t, drawn in enumerate(sample.trained) if drawn and t not in covered]
     if missing:

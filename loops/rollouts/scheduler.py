@@ -12,8 +12,8 @@ Seeds are hashes of the request, so pending requests need not be saved: they are
 """
 
 import asyncio
-import itertools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,12 +27,11 @@ from transformers import PreTrainedTokenizerBase
 from ...data import encode_prompts, permutation
 from ..models.io import named_weights
 from .event_loops import EventLoop
+from .retries import Attempts, retrying
 from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
-from .source import NamedWeights, RolloutSource, SourceError, SourceLost, check_completions
+from .source import NamedWeights, RolloutSource, SourceLost, check_completions
 
 log = logging.getLogger(__name__)
-
-_LONGEST = 30.0  # seconds between two attempts
 
 
 def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int]:
@@ -75,8 +74,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         shuffle: permute every pass over the list of prompts.
         weights: ``weights()`` are the trainer's now, as `RolloutSource.publish` wants them; `publish` may name others.
         score: ``await score(group)`` is called as groups finish, to reward them while others are under way.
-        attempts: how often a group, or a publication, is tried before the run ends with the source's error, where it is
-            worth retrying; what the source refuses for good ends the run at once.
+        attempts: how often a completion, or a publication, is tried before the run ends with the source's error, where
+            it is worth retrying; what the source refuses for good ends the run at once. See `RetryingSource`.
         backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
 
     Raises:
@@ -133,7 +132,6 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
         self.version: int | None = None
         self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on, every task once
-        self.retries = 0
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication has started
         self._limit = 0  # tasks below it are admitted at the published version
@@ -142,6 +140,19 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self.loop = EventLoop(background=max_staleness > 0)  # where the source and the score run
         self._changed = asyncio.Condition()  # a version was published, or the source has lost it
         self._lost = False  # the source was seen to sample from other weights than the trainer's
+        self._seen = -math.inf  # when it was last seen to sample from the trainer's, after a failure
+        self._asked, self._repeated = retrying(
+            source,
+            attempts=attempts,
+            backoff=backoff,
+            published=lambda: (self.version, self._newest),
+            restored=self._restored,
+        )
+
+    @property
+    def retries(self) -> int:
+        """How many requests and publications were repeated."""
+        return self._repeated.retries
 
     @property
     def tasks(self) -> int:
@@ -223,12 +234,12 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
 
     async def _publish(self, version: int, *, only_if_lost: bool = False) -> None:
         """Publish the trainer's weights, perhaps only if the source, restarted since, does not sample from them."""
-        began = time.monotonic()
         async with self._changed:
             self._newest = version
-            for attempt in itertools.count(1):
+            attempts = Attempts(f"version {version} could not be published", self.attempts, self.backoff)
+            while True:
                 try:
-                    asked = attempt > 1 or only_if_lost  # a request for its version brings it back
+                    asked = attempts.failed or only_if_lost  # a request for its version brings it back
                     if asked and await self.source.version() == version and only_if_lost:
                         break
                     await self.source.publish(self.weights(), version)
@@ -237,24 +248,14 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                     name = type(self.source).__name__
                     raise SourceLost(f"{name} was given the weights, and samples from version {taken}")
                 except (SourceLost, OSError) as error:
-                    await self._failed(f"version {version} could not be published", error, attempt, began)
+                    await attempts.after(error)
+                    self._repeated.retries += 1
             self.version, self._lost = version, False
             self._changed.notify_all()
         if not only_if_lost:
             self._limit = self.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
             if self.max_staleness:
                 self._admit(self._limit)
-
-    async def _failed(self, what: str, error: Exception, attempt: int, began: float) -> None:
-        """Log a failure and wait until the next attempt; raise it after the last one."""
-        log.warning("scheduler: %s in attempt %d of %d: %s", what, attempt, self.attempts, error)
-        if attempt == self.attempts:
-            raise SourceError(
-                f"{what} in {attempt} attempts over {time.monotonic() - began:.0f} s: {error}; check the source, then "
-                "continue with --resume true"
-            ) from error
-        self.retries += 1
-        await asyncio.sleep(min(self.backoff * 2 ** (attempt - 1), _LONGEST))
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:
         """Wait for the next groups; if the source loses its weights meanwhile, publish them again."""
@@ -275,7 +276,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             for task in wanted:  # what failed, or was cancelled just now, is sampled anew when it is taken again
                 if (group := self._groups[task]).cancelled() or (group.done() and group.exception()):
                     del self._groups[task]
-        age = max((step - sample.oldest for group in taken for sample in group), default=0)
+        age = max((step - span.version for group in taken for sample in group for span in sample.spans), default=0)
         if age > self.max_staleness and not self.source.stored:
             raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
         if [group[0].task for group in taken] != list(wanted) or not len(self.ends) - 1 <= step <= len(self.ends):
@@ -309,34 +310,25 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         return group
 
     async def _sample(self, task: int) -> list[Sample]:
-        """The completions of a task, from weights that the trainer has published.
-
-        After a failure, wait until the source samples from the trainer's; `_republish_if_lost` gives it these.
-        """
+        """The completions of a task, from weights that the trainer has published."""
         request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
-        name, began, attempt = type(self.source).__name__, time.monotonic(), 0
-        while True:
-            attempt += 1
-            try:
-                if attempt > 1:
-                    async with self._changed:
-                        while await self.source.version() != self.version:
-                            self._lost = True
-                            self._changed.notify_all()
-                            await self._changed.wait()
-                since = self.version
-                group = await self.source.sample(request)
-                check_completions(group, request, name, conversations=True)
-                versions = sorted({span.version for sample in group for span in sample.spans})
-                known = since is not None and since <= versions[0] and versions[-1] <= self._newest
-                if not (known or self.source.stored):
-                    raise SourceLost(
-                        f"{name}: task {task}: its completions come from versions {versions}, published are {since} to "
-                        f"{self._newest}; does another run publish to the same source?"
-                    )
-                return group
-            except (SourceLost, OSError) as error:
-                await self._failed(f"task {task} could not be sampled", error, attempt, began)
+        group: list[Sample] = await self._asked.sample(request)
+        check_completions(group, request, type(self.source).__name__, conversations=True)
+        return group
+
+    async def _restored(self, failed: float) -> None:
+        """Wait until the source samples from the trainer's weights, seen later than a request has failed.
+
+        `_republish_if_lost` gives it these.
+        """
+        async with self._changed:
+            while self._seen <= failed:
+                if await self.source.version() == self.version:
+                    self._seen = time.monotonic()
+                else:
+                    self._lost = True
+                    self._changed.notify_all()
+                    await self._changed.wait()
 
     async def _ready(self) -> dict[int, list[dict[str, Any]]]:
         ended = {task: group for task, group in self._groups.items() if group.done() and not group.cancelled()}
@@ -347,7 +339,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         for group in self._groups.values():
             group.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
-        await self.source.close()
+        await self._asked.close()
 
 
 def end_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -18,15 +18,27 @@ class SourceLost(SourceError):
     """The source is gone, or has lost its weights: query its `version`, publish, and repeat the same requests."""
 
 
+class SourceBusy(SourceLost):
+    """The source refuses for now, and has kept its weights: repeat the same request after a while."""
+
+
 def refuse_closed(closed: bool, who: str) -> None:
     if closed:
         raise SourceError(f"{who}: the source is closed; make a new one")
 
 
-def check_completions(samples: Sequence[Sample], request: Request, who: str, *, conversations: bool = False) -> None:
+def check_completions(
+    samples: Sequence[Sample],
+    request: Request,
+    who: str,
+    *,
+    vocab: int | None = None,
+    conversations: bool = False,
+) -> None:
     """Raise unless these are the requested completions, in order, each one whole.
 
     Args:
+        vocab: exclusive upper limit of token ids, if it is known.
         conversations: they may be longer than was requested, and have another prompt, all of them the same.
 
     Raises:
@@ -38,7 +50,7 @@ def check_completions(samples: Sequence[Sample], request: Request, who: str, *, 
         raise SourceError(f"{who}: asked for its completions {list(request.indices)}, got {received}")
     for sample in samples:
         try:
-            check_sample(sample)
+            check_sample(sample, vocab=vocab)
         except ValueError as error:
             raise SourceError(f"{who}: {error}") from error
         if list(sample.prompt) != list(samples[0].prompt if conversations else request.prompt):
@@ -75,11 +87,15 @@ class RolloutSource(Protocol):
     hash of (key, task, index, turn), so that the same request under the same weights gives the same tokens, whatever
     other requests are pending. ``tests/support/conformance.py`` is this contract as tests.
 
-    `SourceLost` and ``OSError`` are worth retrying; any other error ends the run.
+    `SourceLost` and ``OSError`` are worth retrying; any other error ends the run. The scheduler asks again for the
+    completions that are missing, `SourceBusy` without looking after the weights.
 
     Attributes:
         overlaps: true if the trainer may train while completions are being sampled.
         stored: true if the completions come from another run, whose versions are unrelated to this one's.
+        separate: optional; true if each completion of a request is a request of its own to what samples it. The
+            scheduler then asks for each by itself, so that one that fails is repeated at once, and none is kept waiting
+            by another.
     """
 
     overlaps: bool

@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import torch
+from burnish.loops.environments import Step
 from online import even
 
 
@@ -92,3 +93,13 @@ def leaves_numbers(row, sample):
 def leaves_an_object(row, sample):
     sample.info["tree"] = object()
     return even(row, sample)
+
+
+class NeverPays:
+    """An environment without a reward."""
+
+    def reset(self, row):
+        return row["prompt"]
+
+    def step(self, answer):
+        return Step(done=True)

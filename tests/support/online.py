@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 from accelerate.state import AcceleratorState
-from burnish.loops.environments import Step
+from burnish.loops.environments import Limits, Step
 from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.settings import VLLM
@@ -117,6 +117,7 @@ class Loaded:
 def be_rank(fields):
     """Train as one rank of several; what ends it is written beside the run's directory, too."""
     fields["vllm"] = VLLM(**fields.pop("vllm", {}))
+    fields["limits"] = Limits(**fields.pop("limits", {}))
     try:
         with patch("burnish.loops.runs.training.draw_curves"):
             open_grpo(GRPO(**fields)).train()

@@ -26,7 +26,8 @@ class Rejected(SourceError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-        self.may_pass = status >= 500 or status in (404, 408, 429)
+        self.busy = status >= 500 or status in (408, 429)  # it has its weights, and may complete the request later
+        self.may_pass = self.busy or status == 404
 
 
 class VLLMClient:
@@ -141,7 +142,7 @@ class VLLMClient:
         except (KeyError, TypeError):
             message = response.text[:500]
         # A server whose engine has died reports so before it exits, while its health check still passes.
-        dying = status == 503 or "EngineCore" in message or "EngineDead" in message
+        dying = "EngineCore" in message or "EngineDead" in message
         if dying or (status >= 500 and path != "/health" and not await self.alive()):
             raise SourceLost(f"{who}: the server is dying ({status}): {message}")
         raise Rejected(f"{who} answered {status}: {message}", status)

@@ -65,6 +65,7 @@ class VLLMEngine:
     """
 
     overlaps = stored = False  # trainer and engine share one device
+    separate = True
 
     def __init__(
         self,

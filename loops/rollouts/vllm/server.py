@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from ..event_loops import gather_or_cancel, off_loop, run
 from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
-from ..source import NamedWeights, SourceError, SourceLost, check_completions, refuse_closed
+from ..source import NamedWeights, SourceBusy, SourceError, SourceLost, check_completions, refuse_closed
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
 from .weights import Adapters, Files, Nccl, send_weights
@@ -28,7 +28,8 @@ T = TypeVar("T")
 
 # Tested versions of vLLM. Its endpoints for training are not covered by its promises of stability.
 VERSIONS = ("0.32",)
-FINISH: dict[str, Any] = {"stop": "stop", "length": "length", "abort": "aborted"}
+# A completion that its own detection of repetition has cut is not whole either.
+FINISH: dict[str, Any] = {"stop": "stop", "length": "length", "repetition": "length", "abort": "aborted"}
 _SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
 
 
@@ -52,7 +53,7 @@ async def sample_each(
     """The completions of a request, each of which is a request of its own to vLLM."""
     check_request(request, vocab=vocab, context=context)
     samples = await gather_or_cancel(complete(request, index) for index in request.indices)
-    check_completions(samples, request, "vllm")
+    check_completions(samples, request, "vllm", vocab=vocab)
     return samples
 
 
@@ -108,6 +109,7 @@ class VLLMServer:
     """
 
     overlaps, stored = True, False
+    separate = True
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class VLLMServer:
         """Return the result of the work. Attempts that come too late, one after the other, share one patience.
 
         Raises:
-            SourceLost: also for a refusal that may pass.
+            SourceLost: also for a refusal that may pass; `SourceBusy`, if the weights are still there.
             SourceError: if the server has been asked, and has given nothing, for longer than that.
         """
         if not (self._calls or self._late):
@@ -214,7 +216,7 @@ class VLLMServer:
             else:
                 self._note_heard()  # it refuses, or has ended: wait for it from now on
             if isinstance(error, Rejected) and error.may_pass:
-                raise SourceLost(str(error)) from error
+                raise (SourceBusy if error.busy else SourceLost)(str(error)) from error
             raise
         finally:
             call.cancel()
@@ -231,6 +233,8 @@ class VLLMServer:
             self._note_heard()
             try:
                 choice = response["choices"][0]
+                if choice["finish_reason"] == "error":  # of this completion; the server goes on
+                    raise SourceBusy(f"vllm: completion {index} of task {request.task}: the server failed at it")
                 finish, content = FINISH[choice["finish_reason"]], choice["logprobs"]["content"]
                 drawn = [(entry["token_id"], float(entry["logprob"])) for entry in content]
                 labels = [(label["version"], label["start"], label["end"]) for label in choice["weight_versions"] or []]
@@ -246,11 +250,12 @@ class VLLMServer:
 class VLLMServers:
     """Servers of one model as one source: weights go to all, and requests to the one with the fewest under way.
 
-    All requests of one task go to one server, whose prefix cache holds its prompt. A server that is lost gets
-    no requests, and those that it had go to the others, until it takes new weights again.
+    All requests of one task go to one server, whose prefix cache holds its prompt, until that refuses one. A server
+    that is lost gets no requests, and those that it had go to the others, until it takes new weights again.
     """
 
     overlaps, stored = True, False
+    separate = True
 
     def __init__(self, servers: Sequence[VLLMServer]) -> None:
         first = servers[0]
@@ -270,6 +275,11 @@ class VLLMServers:
             self._under_way[server] += len(request.indices)
             try:
                 return await server.sample(request)
+            except SourceBusy:
+                others = [other for other in self._ready if other is not server]
+                if others:  # the next attempt is theirs
+                    self._home[request.task] = min(others, key=self._under_way.__getitem__)
+                raise
             except SourceLost as error:
                 self._drop({server: error})
             finally:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from burnish.loops.environments import Limits, MultiTurnSource, Step
-from burnish.loops.rollouts.sample import Sample, VersionSpan, check_sample
+from burnish.loops.rollouts.sample import Sample, VersionSpan, check_sample, from_record, to_record
 from burnish.loops.rollouts.source import SourceError, SourceLost
 
 PROMPT = [{"role": "user", "content": "Begin."}]
@@ -293,9 +293,132 @@ def test_a_conversation_whose_source_gives_up_is_aborted(tokenizer, scripted, re
     assert sample.finish == "aborted" and sample.info["environment_reward"] == "aborted" and not caplog.text
 
 
-def test_a_row_that_cannot_be_reset_is_named(tokenizer, scripted, request_for, talk):
-    with pytest.raises(ValueError, match=r"reset failed at the row of task 4: KeyError\('prompt'\)"):
-        talk(scripted(tokenizer, ["a"]), Echo, request_for(task=4), row={})
+class Flaky(Echo):
+    """Its constructor, or `reset`, fails so many times in all; every one is counted."""
+
+    made, closed = 0, 0
+
+    def __init__(self, where, left):
+        super().__init__()
+        Flaky.made += 1
+        self.where, self.left = where, left
+        self._fail_in("constructor")
+
+    def _fail_in(self, where):
+        if self.where == where:
+            self.left[0] -= 1
+            if self.left[0] >= 0:
+                raise RuntimeError("no free port")
+
+    def reset(self, row):
+        self._fail_in("reset")
+        return super().reset(row)
+
+    def close(self):
+        Flaky.closed += 1
+
+
+@pytest.fixture
+def flaky(monkeypatch):
+    monkeypatch.setattr("burnish.loops.environments.multi_turn._PAUSE", 0.0)
+    monkeypatch.setattr(Flaky, "made", 0)
+    monkeypatch.setattr(Flaky, "closed", 0)
+    return Flaky
+
+
+@pytest.mark.parametrize("where", ["constructor", "reset"])
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_an_environment_that_cannot_begin_is_made_again(
+    failures, where, flaky, tokenizer, scripted, request_for, talk, caplog
+):
+    left = [failures]
+    undisturbed, _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for(task=4))
+    samples, _ = talk(scripted(tokenizer, ["a", "b", "c"]), lambda: flaky(where, left), request_for(task=4))
+    assert samples == undisturbed
+    assert flaky.made == failures + 1 and flaky.closed == flaky.made - failures * (where == "constructor")
+    said = f"environment: error in {'its constructor' if where == 'constructor' else 'reset'} (task 4, completion 0)"
+    assert caplog.text.count(said) == (failures > 0)
+
+
+@pytest.mark.parametrize("where", ["constructor", "reset"])
+def test_a_conversation_whose_environment_cannot_begin_is_aborted_alone(
+    where, flaky, tokenizer, scripted, request_for, talk
+):
+    """Its prompt is that of the others, and it has no token."""
+
+    def make():
+        if talked.setdefault("made", 0) < 3:
+            talked["made"] += 1
+            return flaky(where, [1])
+        return Echo()
+
+    talked = {}
+    samples, conversations = talk(scripted(tokenizer, ["a", "b", "c"]), make, request_for(0, 1, 2), concurrency=1)
+    assert [sample.finish for sample in samples] == ["aborted", "stop", "stop"]
+    first, second, _ = samples
+    assert first.prompt == second.prompt and first.tokens == first.spans == [] and first.text == ""
+    assert first.info == {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": "aborted"}
+    for sample in samples:
+        check_sample(sample)
+        assert from_record(to_record(sample)) == sample
+    (failure,) = conversations.failures.values()
+    assert "no free port" in failure and "in _" not in failure.splitlines()[0]
+
+
+def test_limits_say_how_often_an_environment_is_made(flaky, tokenizer, scripted, request_for, talk):
+    for attempts in (1, 2, 5):
+        flaky.made = 0
+        make = lambda: flaky("reset", [1])  # noqa: E731
+        (sample,), _ = talk(scripted(tokenizer, ["a"]), make, request_for(), attempts=attempts)
+        assert sample.finish == "aborted" and flaky.made == attempts
+
+
+def test_a_slow_reset_is_one_that_fails(flaky, tokenizer, scripted, request_for, talk, caplog):
+    class Slow(Echo):
+        async def reset(self, row):
+            await asyncio.sleep(60 * (self.ends_after == 1))
+            return row["prompt"]
+
+    ends = iter([1, 3])
+    (sample,), _ = talk(scripted(tokenizer, ["a"] * 3), lambda: Slow(next(ends)), request_for(), seconds=0.5)
+    assert sample.finish == "stop" and sample.info["turns"] == 3
+    assert "environment: timeout in reset (task 0, completion 0)" in caplog.text
+
+
+def test_environments_that_fail_at_times_leave_nothing_open(flaky, tokenizer, turns, scripted, request_for):
+    """2,000 conversations, of whose resets one in a hundred fails."""
+    rng, opened = random.Random(0), []
+
+    class Counted(Echo):
+        def __init__(self):
+            super().__init__(1)
+            self.closed = 0
+            opened.append(self)
+
+        async def reset(self, row):
+            if rng.random() < 0.01:
+                raise ConnectionError("the sandbox is gone")
+            return row["prompt"]
+
+        async def step(self, answer):
+            return super().step(answer)
+
+        async def close(self):
+            self.closed += 1
+
+    source = scripted(tokenizer, ["a"])
+    conversations = MultiTurnSource(source, Counted, lambda task: ROW, turns)
+
+    async def run():
+        groups = (conversations.sample(request_for(*range(8), task=task)) for task in range(250))
+        samples = [sample for group in await asyncio.gather(*groups) for sample in group]
+        await conversations.close()
+        return samples
+
+    samples = asyncio.run(run())
+    assert len(samples) == 2000 and all(sample.finish == "stop" for sample in samples)
+    assert len(source.asked) == 2000 < len(opened) < 2040
+    assert {environment.closed for environment in opened} == {1}
 
 
 def test_conversations_of_one_task_must_begin_alike(tokenizer, scripted, request_for, talk):
@@ -458,8 +581,9 @@ class AsyncSandbox(Sandbox):
 
 @pytest.mark.parametrize("kind", [Sandbox, AsyncSandbox])
 def test_every_environment_is_closed_once_whatever_fails_and_whoever_gives_up(
-    kind, tokenizer, turns, scripted, request_for, caplog
+    kind, tokenizer, turns, scripted, request_for, caplog, monkeypatch
 ):
+    monkeypatch.setattr("burnish.loops.environments.multi_turn._PAUSE", 0.001)
     rng, opened = random.Random(0), []
 
     class Unsteady(scripted):
@@ -485,7 +609,7 @@ def test_every_environment_is_closed_once_whatever_fails_and_whoever_gives_up(
         await conversations.close()
         return {type(outcome) for (outcome,) in outcomes}
 
-    assert asyncio.run(run()) == {list, ValueError, SourceLost, asyncio.CancelledError}
+    assert asyncio.run(run()) == {list, SourceLost, asyncio.CancelledError}
     end = time.monotonic() + 60
     while any(not sandbox.closed or sandbox.inside for sandbox in opened) and time.monotonic() < end:
         time.sleep(0.01)  # those that were given up come back
@@ -517,3 +641,178 @@ def test_a_failed_conversation_ends_the_others_of_its_group(tokenizer, turns, sc
         assert len(source.asked) == asked < 10
 
     asyncio.run(run())
+
+
+class Judged(Echo):
+    """Says in the end what the conversation was worth."""
+
+    def __init__(self, ends_after=3, worth=2.0, reward=None):
+        super().__init__(ends_after, reward)
+        self.worth, self.asked = worth, 0
+
+    def get_reward(self):
+        self.asked += 1
+        if isinstance(self.worth, Exception):
+            raise self.worth
+        return self.worth
+
+
+class JudgedLate:
+    """The same under the other name, and async."""
+
+    def __init__(self):
+        self.judged = Judged()
+        self.reset, self.step = self.judged.reset, self.judged.step
+
+    async def reward(self):
+        await asyncio.sleep(0.001)
+        return self.judged.get_reward()
+
+    @property
+    def asked(self):
+        return self.judged.asked
+
+
+@pytest.mark.parametrize("kind", [Judged, JudgedLate])
+@pytest.mark.parametrize(
+    ("limits", "options", "finish"),
+    [
+        ({}, {}, "stop"),
+        ({"limit": 2}, {}, "length"),
+        ({"tokens": 30}, {}, "length"),
+        ({}, {"max_tokens": 2}, "length"),
+    ],
+    ids=["it ends", "turns run out", "tokens run out", "a turn is cut"],
+)
+def test_what_a_conversation_is_worth_is_asked_once_at_any_end(
+    kind, limits, options, finish, tokenizer, scripted, request_for, talk
+):
+    made = []
+
+    def make():
+        made.append(kind())
+        return made[-1]
+
+    source = scripted(tokenizer, ["abc", "defgh", "end"])
+    (sample,), _ = talk(source, make, request_for(**options), **limits)
+    assert sample.finish == finish and sample.info["environment_reward"] == 2.0
+    assert [environment.asked for environment in made] == [1]
+
+
+def test_the_rewards_of_the_turns_and_of_the_whole_are_summed(tokenizer, scripted, request_for, talk):
+    for worth, expected in (
+        (2, 3.5),
+        (None, 1.5),
+        (np.float32(1), 2.5),
+        (float("nan"), "nan"),
+        ("good", "not a number"),
+    ):
+        source = scripted(tokenizer, ["a", "b", "c"])
+        (sample,), _ = talk(source, lambda worth=worth: Judged(worth=worth, reward=0.5), request_for())
+        assert sample.info["environment_reward"] == expected and sample.info["turn_rewards"] == [0.5] * 3
+
+
+def test_one_that_fails_at_its_judgement_is_aborted_and_an_aborted_one_is_not_asked(
+    tokenizer, scripted, request_for, talk, caplog
+):
+    make = lambda: Judged(worth=KeyError("board"))  # noqa: E731
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), make, request_for())
+    assert sample.finish == "aborted" and sample.info["environment_reward"] == "aborted"
+    assert "environment: error in get_reward (task 0, completion 0)" in caplog.text
+    (sample,), _ = talk(scripted(tokenizer, ["a"], finish="aborted"), make, request_for())
+    assert sample.finish == "aborted" and len(caplog.records) == 1
+
+
+def test_an_attribute_called_reward_is_no_method(tokenizer, scripted, request_for, talk):
+    class Holds(Echo):
+        def __init__(self):
+            super().__init__()
+            self.reward = 0.5
+            self.get_reward = pytest.fail
+
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Holds, request_for())
+    assert sample.info["environment_reward"] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reply"),
+    [
+        (np.array([5, 6]), np.array([7, 8])),
+        ([np.int64(5), np.int32(6)], (np.int64(7), 8)),
+        (torch.tensor([5, 6]), torch.tensor([7, 8])),
+        ((5, 6), range(7, 9)),
+    ],
+    ids=["arrays", "numpy integers", "tensors", "tuples"],
+)
+def test_token_ids_may_come_in_arrays(prompt, reply, tokenizer, scripted, request_for, talk):
+    class Tokens(Echo):
+        def reset(self, row):
+            return prompt
+
+        def step(self, answer):
+            self.heard.append(answer)
+            return Step(reply, done=len(self.heard) == 2, reward=1)
+
+    (sample,), _ = talk(scripted(tokenizer, ["a", "b"], end=None), Tokens, request_for(), turns=None)
+    a, b = (tokenizer(letter)["input_ids"][0] for letter in "ab")
+    assert (sample.prompt, sample.tokens) == ([5, 6], [a, 7, 8, b])
+    assert {type(token) for token in sample.prompt + sample.tokens} == {int}
+
+
+@pytest.mark.parametrize("text", [np.array("go"), np.str_("go"), np.array(["go"])[0]])
+def test_a_text_may_be_one_of_numpy(text, tokenizer, turns, scripted, request_for, talk):
+    class Says(Echo):
+        def reset(self, row):
+            return text
+
+    (sample,), _ = talk(scripted(tokenizer, ["a"] * 3), Says, request_for())
+    assert sample.prompt == turns.prompt([{"role": "user", "content": "go"}])
+
+
+@pytest.mark.parametrize("odd", [np.array(5), 5, {"role": "user", "content": "?"}, ["text"], [0.5], [{"text": "?"}]])
+def test_an_observation_that_is_none_is_named(odd, tokenizer, scripted, request_for, talk):
+    class Odd(Echo):
+        def step(self, answer):
+            return Step(odd)
+
+    says = r"environment: step observed .*; wanted a text, a list of messages with role and content, or token ids"
+    with pytest.raises(ValueError, match=says):
+        talk(scripted(tokenizer, ["a"]), Odd, request_for())
+
+
+def test_what_an_environment_changes_is_not_trained_on(tokenizer, scripted, request_for, talk):
+    class Spoils(Echo):
+        def reset(self, row):
+            prompt = [dict(message) for message in row["prompt"]]
+            row["prompt"].clear()
+            return prompt
+
+        def step(self, answer):
+            step = super().step(answer)
+            for ids in (answer.prompt, answer.tokens, answer.trained, answer.logprobs, answer.spans):
+                ids.clear()
+            answer.finish = "length"
+            return step
+
+    row = {"prompt": list(PROMPT)}
+    expected, _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for(0, 1), row=row)
+    samples, _ = talk(scripted(tokenizer, ["a", "b", "c"]), Spoils, request_for(0, 1), row=row)
+    assert samples == expected and row == ROW
+
+
+def test_a_constructor_that_blocks_is_named(tokenizer, scripted, request_for, talk, caplog, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rollouts.event_loops._BLOCKS", 0.2)
+    monkeypatch.setattr("burnish.loops.rollouts.event_loops._blocking", set())
+
+    class Slow(Echo):
+        def __init__(self):
+            super().__init__()
+            time.sleep(0.3)
+
+        async def step(self, answer):
+            time.sleep(0.3)
+            return super().step(answer)
+
+    talk(scripted(tokenizer, ["a", "b", "c"]), Slow, request_for())
+    said = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert said == ["the environment's constructor", "Slow.step"]

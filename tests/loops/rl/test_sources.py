@@ -1,6 +1,8 @@
 """Where a recipe's answers come from: the settings that choose it, as they are written in a configuration."""
 
+import random
 import types
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny import write_rows
 from transformers import AutoTokenizer
-from vllm_fake import Fake, choice
+from vllm_fake import Fake, choice, error
 
 
 @pytest.fixture
@@ -59,6 +61,31 @@ def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_ar
     assert labels == ["0", "1"]
     assert len(samples) == 2 * 4 * 4
     assert {logprob for sample in samples for logprob in sample["logprobs"]} == {-1.0}  # what the stand-in says
+
+
+@pytest.mark.parametrize(("share", "factor"), [(0.1, 1.15), (0.3, 1.6)])
+def test_a_server_that_refuses_some_completions_trains_the_same_weights(share, factor, fake, fields, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rollouts.retries._LONGEST", 0.01)
+    fields = {**fields, "prompts_per_rollout": 8, "group_size": 8}
+    output = Path(fields["output"])
+    open_grpo(GRPO(**{**fields, "output": f"{output}-quiet"}, source="vllm", vllm=VLLM(url=fake.url))).train()
+    usual, asked = fake.do_inference_v1_generate, Counter()
+
+    def refuse_some(body):
+        seed = body["sampling_params"].get("seed")
+        if seed is None:  # a control call
+            return usual(body)
+        asked[seed] += 1
+        rng = random.Random(f"{seed}, {asked[seed]}")
+        return error(rng.choice([429, 500, 503]), "busy") if rng.random() < share else usual(body)
+
+    fake.do_inference_v1_generate = refuse_some
+    open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url))).train()
+    completions = 2 * 8 * 8
+    assert len(asked) == completions < asked.total() <= factor * completions
+    assert lines(output)[-1]["sampling/retries"] == asked.total() - completions
+    weights = [(Path(run) / "model/model.safetensors").read_bytes() for run in (output, f"{output}-quiet")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize("form", [", ".join, list], ids=["with commas", "a list"])

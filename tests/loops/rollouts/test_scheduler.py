@@ -245,7 +245,8 @@ def test_every_failed_attempt_is_a_warning_with_its_reason(caplog):
         scheduler.publish()
         assert len(scheduler.take(step=0)) == B
     assert [record.getMessage() for record in caplog.records] == [
-        f"scheduler: task 1 could not be sampled in attempt {n} of 8: refused {n} times" for n in (1, 2, 3)
+        f"scheduler: {what} could not be sampled in attempt {attempt} of 8: refused {n} times"
+        for what, attempt, n in (("task 1", 1, 1), ("completion 0 of task 1", 2, 2), ("completion 1 of task 1", 2, 3))
     ]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 from burnish.loops.rollouts.sample import Request, SamplingParams, VersionSpan
-from burnish.loops.rollouts.source import SourceError, SourceLost
+from burnish.loops.rollouts.source import SourceBusy, SourceError, SourceLost
 from burnish.loops.rollouts.vllm.client import Rejected
 from burnish.loops.rollouts.vllm.server import VLLMServer, VLLMServers
 from burnish.loops.rollouts.vllm.weights import Adapters, Files, Nccl
@@ -328,6 +328,32 @@ class TestAnswers:
         (sample,) = published(source, ask())
         assert sample.tokens == [1, 2] and sample.finish == "aborted"
 
+    def test_one_that_its_detection_of_repetition_cut_is_cut(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            200,
+            {"choices": [choice([1, 2], fake.label, finish_reason="repetition")]},
+        )
+        (sample,) = published(source, ask())
+        assert sample.tokens == [1, 2] and sample.finish == "length"
+
+    def test_one_that_the_server_fails_at_may_be_asked_for_again(self, connect, fake):
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            200,
+            {"choices": [choice([1, 2], fake.label, finish_reason="error")]},
+        )
+        with pytest.raises(SourceBusy, match="completion 0 of task 0: the server failed at it"):
+            published(source, ask())
+
+    @pytest.mark.parametrize("token", [-1, 258])
+    def test_a_token_that_the_model_does_not_have_is_refused(self, token, connect, fake):
+        """On a GPU the trainer would die of it, in an assertion of the device."""
+        source = connect()
+        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([1, token, 2], fake.label)]})
+        with pytest.raises(SourceError, match=f"completion token {token} is outside the vocabulary of 258"):
+            published(source, ask())
+
     def test_too_long_a_request_is_refused_before_it_is_sent(self, connect, fake):
         source = connect()
         with pytest.raises(ValueError, match="do not fit the model's context of 64"):
@@ -335,11 +361,13 @@ class TestAnswers:
 
     def test_a_refusal_is_final_and_a_failure_or_a_death_is_not(self, connect, fake):
         source = connect()
-        for status, final in ((400, True), (403, True), (422, True), (404, False), (429, False), (500, False)):
+        final, lost, busy = (400, 403, 422), (404,), (408, 429, 500, 503)
+        for status in (*final, *lost, *busy):
             fake.odd["/inference/v1/generate"] = lambda body, status=status: error(status, "it is cursed")
             with pytest.raises(SourceError, match=f"answered {status}: it is cursed") as raised:
                 published(source, ask())
-            assert isinstance(raised.value, SourceLost) != final
+            assert isinstance(raised.value, SourceLost) == (status not in final)
+            assert isinstance(raised.value, SourceBusy) == (status in busy)
         fake.odd["/inference/v1/generate"] = lambda body: error(500, "EngineCore encountered an issue")
         with pytest.raises(SourceLost, match="dying"):
             published(source, ask())
@@ -940,6 +968,25 @@ class TestServers:
         finally:
             for server in revived:
                 server.close()
+
+    def test_one_that_refuses_is_not_lost_and_the_other_is_asked_next(self, source, pair, caplog):
+        async def run():
+            await source.publish(weights(), 1)
+            pair[0].odd["/inference/v1/generate"] = lambda body: error(429, "too many requests")
+            refused = 0
+            for task in range(4):
+                try:
+                    await source.sample(self.group(task))
+                except SourceBusy:
+                    refused += 1
+                    await source.sample(self.group(task))
+            assert refused > 0 and not pair[0].asked and len(pair[1].asked) == 16
+            del pair[0].odd["/inference/v1/generate"]
+            await asyncio.gather(*(source.sample(self.group(task)) for task in range(4, 8)))
+            assert pair[0].asked
+
+        asyncio.run(run())
+        assert "continue without it" not in caplog.text
 
     def test_without_any_server_they_are_lost_and_what_none_will_do_is_not_tried_on_the_other(self, source, pair):
         asyncio.run(source.publish(weights(), 1))
