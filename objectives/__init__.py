@@ -16,6 +16,7 @@ in float32: in bfloat16, −500 nats are known to 2 nats. float16 is refused, si
     reward           scores of completions, and of the steps of a solution
     policy           completions that the policy sampled, with their advantages
     advantage        from rewards to advantages, over the whole batch
+    covariance       masks that keep the policy's entropy up
     correction       sampler and trainer disagree: weights, masks and diagnostics
     distillation     a teacher's distribution over the vocabulary
 """
@@ -24,12 +25,17 @@ in float32: in bfloat16, −500 nats are known to 2 nats. float16 is refused, si
 from .advantage import (
     gae as gae,
     gdpo_advantage as gdpo_advantage,
+    gpg_advantage as gpg_advantage,
     group_advantage as group_advantage,
     group_stats as group_stats,
     kl_penalized_reward as kl_penalized_reward,
+    max_at_k_advantage as max_at_k_advantage,
+    maxrl_advantage as maxrl_advantage,
     opo_advantage as opo_advantage,
+    optimal_token_advantage as optimal_token_advantage,
     reinforce_plus_plus as reinforce_plus_plus,
     reinforce_plus_plus_baseline as reinforce_plus_plus_baseline,
+    remax_advantage as remax_advantage,
     rloo_advantage as rloo_advantage,
     weighted_reward as weighted_reward,
     whiten as whiten,
@@ -50,6 +56,12 @@ from .correction import (
     truncated_importance as truncated_importance,
     veto_mask as veto_mask,
 )
+from .covariance import (
+    clip_cov_mask as clip_cov_mask,
+    kl_cov as kl_cov,
+    kl_cov_mask as kl_cov_mask,
+    token_covariance as token_covariance,
+)
 from .distillation import (
     forward_kl as forward_kl,
     generalized_jsd as generalized_jsd,
@@ -63,6 +75,7 @@ from .distillation import (
 from .feedback import (
     apo_zero_unpaired as apo_zero_unpaired,
     bco as bco,
+    dro as dro,
     kto as kto,
     kto_kl as kto_kl,
 )
@@ -71,6 +84,7 @@ from .policy import (
     clipped_surrogate as clipped_surrogate,
     corrected_kl_estimate as corrected_kl_estimate,
     dppo as dppo,
+    dppo_kl as dppo_kl,
     gmpo as gmpo,
     gspo as gspo,
     gspo_token as gspo_token,

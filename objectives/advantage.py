@@ -97,6 +97,139 @@ def opo_advantage(reward: PerSequence, group: IntPerSequence, length: IntPerSequ
 
 
 @torch.no_grad()
+def gpg_advantage(reward: PerSequence, group: IntPerSequence) -> PerSequence:
+    """GPG's advantage: centered in the group, and larger the more completions teach nothing.
+
+        A_i = N/(N − M) (r_i − mean_g r),  where M of the N completions are in groups of equal rewards
+
+    A mean over all completions is then one over those that have a gradient. verl's counts completions whose reward is
+    not 0 instead of N − M.
+
+    Paper: Chu et al. 2025, arXiv:2504.02546, with its F_norm of 1; the loss is `reinforce`.
+    """
+    _check("gpg_advantage", reward, group=group)
+    deviation, std, _ = _spread(reward, group)
+    scored = ~reward.isnan()
+    informative = scored & (std > 0)
+    return (deviation * scored.sum() / informative.sum().clamp(min=1)).nan_to_num(nan=0.0)
+
+
+@torch.no_grad()
+def maxrl_advantage(reward: PerSequence, group: IntPerSequence) -> PerSequence:
+    """MaxRL's advantage: the more, the rarer a success is, so that the likelihood of success is what grows.
+
+        A_i = (r_i − mean_g r) / mean_g r,  0 where mean_g r = 0
+
+    In expectation its gradient is that of the first n − 1 terms of log p = −Σ_k (1 − p)^k / k, p being the probability
+    of a success and n the size of the group.
+
+    Args:
+        reward: 0 or 1, or another number ≥ 0.
+
+    Paper: Tajwar et al. 2026, arXiv:2602.02710.
+    """
+    _check("maxrl_advantage", reward, group=group)
+    require("maxrl_advantage", not bool((reward < 0).any()), "rewards must be >= 0, got a negative one")
+    deviation, _, _ = _spread(reward, group)
+    mean = reward - deviation
+    return torch.where(mean > 0, deviation / mean, 0.0).nan_to_num(nan=0.0)
+
+
+@torch.no_grad()
+def remax_advantage(reward: PerSequence, greedy_reward: PerSequence) -> PerSequence:
+    """ReMax's advantage: the baseline is the reward of the greedy completion to the prompt, which is not trained on.
+
+        A_i = r_i − r(greedy completion)
+
+    A completion has advantage 0 if either reward is unknown.
+
+    Args:
+        greedy_reward: for each completion, the reward of the completion to its prompt at temperature 0.
+
+    Paper: Li et al. 2023, arXiv:2310.10505.
+    """
+    _check("remax_advantage", reward, greedy_reward=greedy_reward)
+    _check_values("remax_advantage", greedy_reward)
+    return (reward - greedy_reward).nan_to_num(nan=0.0)
+
+
+@torch.no_grad()
+def max_at_k_advantage(reward: PerSequence, group: IntPerSequence, *, k: int) -> PerSequence:
+    """Advantage for the best of k completions (pass@k, if rewards are 0 and 1): what completion i adds to k − 1 others.
+
+        A_i = mean over the sets T of k − 1 others of  max(r_i, max_T r) − max_T r
+
+    For every k, its policy gradient is 1/k of an unbiased estimate of the gradient of E[max of k rewards]. With k the
+    size of the group, the best completion has its lead over the second and all others have 0: verl's grpo_passk, but
+    for the standard deviation that it divides by. Memory grows with the square of the number of completions.
+
+    Args:
+        k: k ≥ 2; in a group of fewer scored completions, their number.
+
+    Paper: Tang et al. 2025, arXiv:2503.19595 (k = n); any k: Walder and Karkhanis 2025, arXiv:2505.15201.
+    """
+    _check("max_at_k_advantage", reward, group=group)
+    require("max_at_k_advantage", k >= 2, "k must be >= 2, got {}; k = 1 is rloo_advantage", k)
+    scored = ~reward.isnan()
+    together = (group[:, None] == group) & scored[:, None] & scored
+    place = torch.arange(len(reward), device=reward.device)
+    worse = (reward < reward[:, None]) | ((reward == reward[:, None]) & (place < place[:, None]))
+    below = together & worse  # [i, j]: j stands below i; equal ones by their place
+
+    others = (together.sum(1) - 1).to(torch.float64)
+    size = others.clamp(max=k - 1)
+    rank = below.sum(1).to(torch.float64)
+    # T has its maximum at j, if its other k − 2 members are among those below j.
+    chance = (_log_choose(rank[None, :], size[:, None] - 1) - _log_choose(others, size)[:, None]).exp()
+    lead = torch.where(below, (reward[:, None] - reward) * chance.to(reward.dtype), 0.0)
+    return lead.sum(1)
+
+
+@torch.no_grad()
+def optimal_token_advantage(
+    reward: FlatTokens, logp: FlatTokens, log_sum_squares: FlatTokens, sequence: SequenceIds, group: IntPerSequence
+) -> FlatTokens:
+    """The optimal token baseline's advantage: at each position, a baseline that minimizes the gradient's variance.
+
+        A_t = G_t − Σ_g G_t W_t / Σ_g W_t,  sums over the completions of the group that have a token t
+        W_t = Σ_{s ≤ t} (1 − 2π_s + Σ_v π_s(v)²)
+
+    Each term of W is the squared norm of ∂ log π/∂ logits. At positions that only one completion reaches, the baseline
+    is 0, as in verl; verl gives a completion that is alone in its group its return, too, which here gets 0. Positions
+    are counted over trained tokens: for conversations this is verl's tir_optimal_token_baseline.
+
+    Args:
+        reward: r_t of each token, such as `kl_penalized_reward`; NaN anywhere masks a completion.
+        logp, log_sum_squares: log π_t and log Σ_v π_t(v)² of the policy that sampled.
+
+    Paper: Li et al. 2026, arXiv:2602.07078.
+    """
+    who = "optimal_token_advantage"
+    _check_tokens(who, sequence, reward=reward, logp=logp, log_sum_squares=log_sum_squares)
+    _check_values(who, reward)
+    returns = _discounted_sum(reward, sequence, 1.0)
+    returns = returns.masked_fill(torch.isin(sequence, sequence[returns.isnan()]), math.nan)
+    norm = (1 - 2 * logp.exp() + log_sum_squares.exp()).clamp(min=0)
+    weight = _discounted_sum(norm.flip(0), sequence.flip(0), 1.0).flip(0).where(~returns.isnan(), math.nan)
+
+    position = torch.arange(len(sequence), device=sequence.device) - torch.searchsorted(sequence, sequence)
+    longest = int(position.max()) + 1 if len(position) else 0
+    of_group = torch.unique(group, return_inverse=True)[1][sequence]
+    index = torch.unique(of_group * longest + position, return_inverse=True)[1]
+    lowest = _lowest(returns, index)  # above it equal returns differ by exactly 0
+    above = returns - lowest
+    tiny = torch.finfo(reward.dtype).tiny
+    baseline = _sum(above * weight, index) / _sum(weight, index).clamp(min=tiny)
+
+    known = (~returns.isnan()).to(reward.dtype)
+    first = known * (position == 0)
+    in_group = _sum(first, of_group)
+    reached = _sum(known, index)
+    advantage = torch.where(reached > 1, above - baseline, returns)
+    return torch.where(in_group > 1, advantage, 0.0).nan_to_num(nan=0.0)
+
+
+@torch.no_grad()
 def weighted_reward(reward: Float[Tensor, "sequences rewards"], weight: Float[Tensor, " rewards"]) -> PerSequence:
     """Several rewards as one: Σ_k w_k r_ik over those that apply; NaN if none does.
 
@@ -297,6 +430,19 @@ def _sum(x: Tensor, index: Tensor) -> Tensor:
     return x.new_zeros(x.shape).index_add(0, index, torch.where(x.isnan(), 0.0, x))[index]
 
 
+def _lowest(x: Tensor, index: Tensor) -> Tensor:
+    """At each entry, the lowest of its group; a NaN does not count."""
+    known = torch.where(x.isnan(), math.inf, x)
+    return torch.full_like(x, math.inf).scatter_reduce(0, index, known, "amin")[index]
+
+
+def _log_choose(n: Tensor, k: Tensor) -> Tensor:
+    """log of the binomial coefficient; −inf where k > n or k < 0."""
+    inside = (k >= 0) & (k <= n)
+    k = torch.where(inside, k, 0.0)
+    return torch.where(inside, torch.lgamma(n + 1) - torch.lgamma(k + 1) - torch.lgamma(n - k + 1), -math.inf)
+
+
 def _spread(x: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """At each entry: x minus the mean of its group, NaN where x is; the unbiased standard deviation of the group, 0 in
     a group of one; and the number of its entries that are not NaN.
@@ -305,8 +451,8 @@ def _spread(x: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     deviation of pure rounding, divided by a standard deviation of pure rounding, is an advantage of about 1.
     """
     index = torch.unique(group, return_inverse=True)[1]
-    lowest = torch.full_like(x, math.inf).scatter_reduce(0, index, torch.where(x.isnan(), math.inf, x), "amin")
-    above, count = x - lowest[index], _sum((~x.isnan()).to(x.dtype), index)
+    above = x - _lowest(x, index)
+    count = _sum((~x.isnan()).to(x.dtype), index)
     deviation = above - _sum(above, index) / count
     return deviation, (_sum(deviation.square(), index) / (count - 1).clamp(min=1)).sqrt(), count
 

@@ -110,6 +110,32 @@ def bco(
     return -F.logsigmoid(x), stats | {"delta": _repeated(delta, x)}
 
 
+def dro(
+    logp: PerSequence, ref_logp: PerSequence, value: PerSequence, reward: PerSequence, *, beta: Positive
+) -> tuple[PerSequence, Stats]:
+    """Direct reward optimization: of rated completions, each rating is to be its prompt's value plus the reward βr.
+
+        ℓ = ½ (R − V − βr)²,  β being the paper's τ
+
+    At its minimum V is the prompt's soft value β log E_ref[e^{R/β}], and π the optimum of the reward under a KL penalty
+    of β. Both V and π learn from it. With V constant, its gradient is β times the gradient of `reinforce` with
+    advantage R − V plus β · k2 of `kl_estimate` to the reference, which verl calls dro.
+
+    Args:
+        value: V, the value of the prompt, of a value head or another model.
+        reward: R, the rating, a constant.
+
+    Paper: Richemond et al. 2024, arXiv:2405.19107.
+    """
+    same_shape("dro", logp=logp, ref_logp=ref_logp, value=value, reward=reward)
+    one_per("dro", "completion", logp=logp)
+    check_roles("dro", {"logp": logp, "value": value}, ref_logp=ref_logp, reward=reward)
+    within("dro", Positive, beta=beta)
+    implied = beta * (logp - ref_logp)
+    error = reward - value - implied
+    return 0.5 * error.square(), {"rewards": implied.detach(), "value": value.detach(), "error": error.detach().abs()}
+
+
 def _signed_reward(
     who: str, logp: Tensor, ref_logp: Tensor, desirable: Tensor, shift: Tensor, beta: float
 ) -> tuple[Tensor, Stats]:

@@ -17,9 +17,9 @@ them sampled tokens only. `gspo` and `gmpo` return one entry per completion. The
     RLOO               `reinforce` of `sequence_sum`, every completion alike; TRL's is `clipped_surrogate` of the sums
 
 An elementwise objective of sums or means over completions is its sequence-level form: ``sapo(sequence_mean(logp),
-...)``. Sums of losses give more: Kimi's mirror descent is `reinforce` + τ · k2 of `kl_estimate` to π_old
-(arXiv:2501.12599), a PPO step adds `value_loss` and `entropy_bonus`, on-policy distillation has A = sg(log π_teacher −
-log π).
+...)``. Sums of losses give more: Kimi's mirror descent (arXiv:2501.12599), which verl calls dro, is `reinforce` + τ ·
+k2 of `kl_estimate` to π_old, a PPO step adds `value_loss` and `entropy_bonus`, on-policy distillation has A = sg(log
+π_teacher − log π).
 
 w is cut at 20, where ρ = e²⁰ ≈ 5e8: beyond, values stay at the cut and the gradient is zero, instead of an overflow.
 Shapes that differ and hyper-parameters out of range raise ValueError; math.inf turns a clip off.
@@ -32,6 +32,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from .numerics import log1mexp
 from .sequence import sequence_mean, sequence_sum
 from .types import (
     Bound,
@@ -128,6 +129,31 @@ def dppo(
     within("dppo", Bound, clip_low=clip_low, clip_high=clip_high)
     ratio = _ratio(logp - old_logp)
     stats = clip_stats(logp.exp() - old_logp.exp(), advantage, -clip_low, clip_high)
+    return -ratio * advantage * (1 - stats["clip_ratio/region"]), {"ratio": ratio.detach(), **stats}
+
+
+def dppo_kl(
+    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_low: Bound, clip_high: Bound
+) -> tuple[PerToken, Stats]:
+    """Divergence PPO (binary KL): as `dppo`, where how far a token has moved is a divergence of two coins.
+
+        ℓ = −ρA, but 0 where A > 0, π > π_old and D > ε_high, or A < 0, π < π_old and D > ε_low
+        D = π_old log π_old/π + (1 − π_old) log (1 − π_old)/(1 − π)
+
+    verl's dppo_kl also caps ρ at 20, and adds 1e-8 to both of 1 − π.
+
+    Args:
+        clip_low, clip_high: ε_low, ε_high ≥ 0, in nats; infinity is no limit.
+
+    Paper: Qi et al. 2026, arXiv:2602.04879.
+    """
+    same_shape("dppo_kl", logp=logp, old_logp=old_logp, advantage=advantage)
+    check_roles("dppo_kl", {"logp": logp}, old_logp=old_logp, advantage=advantage)
+    within("dppo_kl", Bound, clip_low=clip_low, clip_high=clip_high)
+    ratio = _ratio(logp - old_logp)
+    divergence = _kl_of_coins(old_logp.detach(), logp.detach())
+    signed = torch.where(logp.detach() < old_logp, -divergence, divergence)
+    stats = clip_stats(signed, advantage, -clip_low, clip_high)
     return -ratio * advantage * (1 - stats["clip_ratio/region"]), {"ratio": ratio.detach(), **stats}
 
 
@@ -388,6 +414,16 @@ def _surrogate(
 
 def _ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
+
+
+def _kl_of_coins(first: Tensor, second: Tensor) -> Tensor:
+    """KL divergence of two coins, by their log-probabilities of heads; infinite if only the second is certain."""
+    first = first.clamp(max=0)
+    second = second.clamp(max=0)
+    other_side = -torch.expm1(first)
+    heads = first.exp() * (first - second)
+    tails = other_side * (log1mexp(first) - log1mexp(second))
+    return heads + torch.where(other_side > 0, tails, 0.0)
 
 
 def _kl(who: str, difference: Tensor, kind: str) -> Tensor:

@@ -51,6 +51,9 @@ _NEEDS = {
     "group": "groups",
     "rank": "ranks",
     "desirable": "labels",
+    "penalized": "a mask",
+    "covariance": "covariances",
+    "greedy_reward": "rewards of greedy completions",
     "label": "labels",
     "target": "targets",
 }

@@ -265,6 +265,10 @@ PANELS = {
     "kto": Panel(_R, _each_label(o.kto, "z₀", kl=1.0), top=1.5),
     "apo_zero_unpaired": Panel(_R, _each_label(o.apo_zero_unpaired), top=1.5),
     "bco": Panel(_R, _each_label(o.bco, "δ", delta=1.0)),
+    "dro": Panel(
+        Axis("log-ratio r, R − V = 1", -4, 6),
+        {f"β = {β:g}": curve(o.dro, logp=_x, reward=1.0, beta=β) for β in (0.3, 1.0)},
+    ),
     # reward
     "bradley_terry": Panel(
         Axis("$r_w - r_l$", -5, 5), {f"m = {m:g}": curve(o.bradley_terry, chosen=_x, margin=m) for m in (0.0, 2.0)}
@@ -289,6 +293,9 @@ PANELS = {
         },
     ),
     "dppo": Panel(_PI, _each_sign(o.dppo, logp=F.logsigmoid, old_logp=math.log(0.3), clip_low=0.2, clip_high=0.2)),
+    "dppo_kl": Panel(
+        _PI, _each_sign(o.dppo_kl, logp=F.logsigmoid, old_logp=math.log(0.3), clip_low=0.1, clip_high=0.1)
+    ),
     "cispo": Panel(_RATIO_AT, _each_sign(o.cispo, clip_high=0.5, **_FROM_1_OVER_E)),
     "sapo": Panel(_RATIO, _each_sign(o.sapo)),
     "gspo": Panel(_S, _each_sign(o.gspo, clip_low=0.2, clip_high=0.2)),
@@ -324,6 +331,22 @@ PANELS = {
         Axis("tokens before the end, γ = 1", 0, 95, points=96),
         {f"λ = {lam:g}": _before_the_end(lam) for lam in (1.0, 0.98, 0.9)},
         of="advantage",
+    ),
+    "maxrl_advantage": Panel(
+        _RIGHT, {name: _of_sixteen(o.maxrl_advantage, name) for name in ("right", "wrong")}, of="advantage"
+    ),
+    "max_at_k_advantage": Panel(
+        _RIGHT,
+        {f"right, k = {k}": _of_sixteen(partial(o.max_at_k_advantage, k=k), "right") for k in (2, 4, 16)},
+        of="advantage",
+    ),
+    # covariance
+    "kl_cov": Panel(
+        Axis("log-ratio w, A = 1", -1.5, 1.5),
+        {
+            "penalized": curve(o.kl_cov, logp=_x, advantage=1.0, penalized=True),
+            "not": curve(o.kl_cov, logp=_x, advantage=1.0, penalized=False),
+        },
     ),
     # correction
     "truncated_importance": Panel(_W, {"C = 2": curve(o.truncated_importance, log_ratio=_x, cap=2.0)}, of="weight"),

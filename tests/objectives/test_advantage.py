@@ -1,5 +1,6 @@
 """Advantages against plain Python that knows a completion, its group and the batch; and what they do not depend on."""
 
+import itertools
 import math
 import random
 import statistics
@@ -71,6 +72,23 @@ def against_the_long(i: int, mates: list[int], r: list[float], length: list[floa
     return r[i] - math.fsum(length[j] * r[j] for j in mates) / math.fsum(length[j] for j in mates)
 
 
+@each
+def scaled_by_the_informative(i: int, mates: list[int], r: list[float], _: list[float]) -> float:
+    groups: dict[int, list[float]] = {}
+    for g, x in zip(GROUP, REWARD, strict=True):
+        if not math.isnan(x):
+            groups.setdefault(g, []).append(x)
+    teaching = sum(len(of) for of in groups.values() if len(set(of)) > 1)
+    return sum(map(len, groups.values())) / teaching * (r[i] - mean([r[j] for j in mates]))
+
+
+@each
+def best_of_three(i: int, mates: list[int], r: list[float], _: list[float]) -> float:
+    others = [r[j] for j in mates if j != i]
+    sets = list(itertools.combinations(others, min(2, len(others)))) if others else []
+    return mean([max(r[i], *of) - max(of) for of in sets]) if sets else 0.0
+
+
 def two_rewards(reward: Tensor, length: Tensor) -> Tensor:
     """Reward and length as a second one, for the same completions."""
     return torch.stack([reward, length.to(reward.dtype).where(~reward.isnan(), NAN)], 1)
@@ -105,6 +123,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., list[float]]]] = {
     "none": (lambda r, g, n: adv.group_advantage(r, g, scale="none"), centered),
     "rloo_advantage": (lambda r, g, n: adv.rloo_advantage(r, g), against_the_others),
     "opo_advantage": (adv.opo_advantage, against_the_long),
+    "gpg_advantage": (lambda r, g, n: adv.gpg_advantage(r, g), scaled_by_the_informative),
+    "max_at_k_advantage": (lambda r, g, n: adv.max_at_k_advantage(r, g, k=3), best_of_three),
     "gdpo_advantage": (
         lambda r, g, n: adv.gdpo_advantage(two_rewards(r, n), g, torch.tensor([1.0, -0.5], dtype=r.dtype)),
         gdpo,
@@ -112,7 +132,8 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., list[float]]]] = {
     "reinforce_plus_plus_baseline": (reinforce_baseline, token_whitened),
 }
 every = pytest.mark.parametrize("name", CASES)
-grouped_only = pytest.mark.parametrize("name", ["group", "none", "rloo_advantage", "opo_advantage"])
+GROUPED = ["group", "none", "rloo_advantage", "opo_advantage", "max_at_k_advantage"]
+grouped_only = pytest.mark.parametrize("name", GROUPED)
 
 
 def tensors(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,6 +277,157 @@ def test_optimal_baseline_of_equal_lengths_is_the_mean_and_weighted_advantages_s
     torch.testing.assert_close(adv.opo_advantage(reward, group, torch.zeros_like(length)), plain)
     empty = adv.opo_advantage(torch.tensor([0.0, 4.0]), torch.tensor([0, 0]), torch.tensor([0, 1]))
     assert empty.tolist() == [-4, 0]
+
+
+def test_gpg_is_the_deviation_over_the_completions_that_teach() -> None:
+    reward, group, _ = tensors()
+    deviation = adv.group_advantage(reward, group, scale="none")
+    share = sum(not math.isnan(r) for r in REWARD) / 5  # of groups 7 and 5
+    torch.testing.assert_close(adv.gpg_advantage(reward, group), share * deviation)
+    silent = torch.tensor([0.1, 0.1, 0.1])
+    assert not adv.gpg_advantage(silent, torch.zeros(3, dtype=torch.int64)).any()
+
+
+def outcomes(p: float, n: int) -> list[tuple[float, list[int]]]:
+    """All results of n trials that succeed with probability p, and their probabilities."""
+    return [(math.prod(p if r else 1 - p for r in of), list(of)) for of in itertools.product((0, 1), repeat=n)]
+
+
+def expected_gradient(advantage: Callable[[Tensor], Tensor], p: float, n: int) -> float:
+    """Of a policy of one logit whose action 1 succeeds, by that logit: the mean over completions of A ∇ log π."""
+    total = 0.0
+    for chance, results in outcomes(p, n):
+        reward = torch.tensor(results, dtype=torch.float64)
+        total += chance * float((advantage(reward) * (reward - p)).mean())
+    return total
+
+
+@pytest.mark.parametrize("n", [2, 3, 6])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_maxrl_follows_the_likelihood_of_success_to_the_order_of_its_group(p: float, n: int) -> None:
+    group = torch.zeros(n, dtype=torch.int64)
+    of_logit = p * (1 - p)  # dp/dlogit
+    terms = sum((1 - p) ** (k - 1) for k in range(1, n))  # the derivative of −Σ (1 − p)^k / k
+    actual = expected_gradient(lambda reward: adv.maxrl_advantage(reward, group), p, n)
+    assert actual == pytest.approx(of_logit * terms, rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 2), (4, 2), (4, 3), (5, 5)])
+@pytest.mark.parametrize("p", [0.1, 0.7])
+def test_max_at_k_follows_pass_at_k(p: float, n: int, k: int) -> None:
+    group = torch.zeros(n, dtype=torch.int64)
+    slope = k * (1 - p) ** (k - 1) * p * (1 - p)  # of 1 − (1 − p)^k
+    actual = expected_gradient(lambda reward: adv.max_at_k_advantage(reward, group, k=k), p, n)
+    assert k * actual == pytest.approx(slope, rel=1e-12)
+
+
+def test_max_at_the_size_of_the_group_is_the_lead_of_the_best() -> None:
+    reward, group = torch.tensor([1.0, 4.0, 2.5, 3.0, 3.0]), torch.tensor([0, 0, 0, 1, 1])
+    assert adv.max_at_k_advantage(reward, group, k=100).tolist() == [0, 1.5, 0, 0, 0]
+
+
+def maxrl(reward: list[float], group: list[int]) -> list[float]:
+    known = {g: [r for r, h in zip(reward, group, strict=True) if g == h and not math.isnan(r)] for g in group}
+    scored = [(r, mean(known[g]) if known[g] else 0.0) for r, g in zip(reward, group, strict=True)]
+    return [0.0 if math.isnan(r) or not m else (r - m) / m for r, m in scored]
+
+
+def test_maxrl_equals_its_equation_and_masks_what_is_unscored() -> None:
+    reward = [1.0, 0.0, NAN, 0.0, 0.0, 0.5, 0.25, 2.0, NAN]
+    group = [1, 1, 1, 2, 2, 3, 3, 4, 5]
+    actual = adv.maxrl_advantage(torch.tensor(reward, dtype=torch.float64, requires_grad=True), torch.tensor(group))
+    assert actual.tolist() == pytest.approx(maxrl(reward, group), rel=1e-14)
+    assert not actual.requires_grad
+    order = torch.tensor([8, 3, 0, 5, 2, 7, 1, 4, 6])
+    shuffled = adv.maxrl_advantage(torch.tensor(reward, dtype=torch.float64)[order], torch.tensor(group)[order])
+    torch.testing.assert_close(shuffled, actual[order])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_maxrl_of_rewards_of_any_size_is_finite(dtype: torch.dtype) -> None:
+    for size in (1e-37, 1.0, 1e30):
+        advantage = adv.maxrl_advantage(size * torch.tensor([1.0, 0, 0], dtype=dtype), torch.zeros(3).long())
+        torch.testing.assert_close(advantage, torch.tensor([2.0, -1.0, -1.0], dtype=dtype))
+
+
+def test_remax_subtracts_the_greedy_reward_where_both_are_known() -> None:
+    reward = torch.tensor([1.0, 0.5, NAN, 2.0], requires_grad=True)
+    advantage = adv.remax_advantage(reward, torch.tensor([0.25, 1.0, 0.0, NAN]))
+    assert advantage.tolist() == [0.75, -0.5, 0, 0]
+    assert not advantage.requires_grad
+
+
+def optimal_token(
+    reward: list[list[float]], pi: list[list[float]], squares: list[list[float]], group: list[int]
+) -> list[float]:
+    """The loop over completions and positions."""
+    scored = [not any(map(math.isnan, of)) for of in reward]
+    returns = [[math.fsum(of[t:]) for t in range(len(of))] for of in reward]
+    norms = [[1 - 2 * p + s for p, s in zip(*of, strict=True)] for of in zip(pi, squares, strict=True)]
+    weights = [[math.fsum(of[: t + 1]) for t in range(len(of))] for of in norms]
+    found = []
+    for i, of in enumerate(returns):
+        mates = [j for j, g in enumerate(group) if g == group[i] and scored[j]]
+        for t in range(len(of)):
+            reach = [j for j in mates if len(returns[j]) > t]
+            total = math.fsum(weights[j][t] for j in reach)
+            baseline = math.fsum(returns[j][t] * weights[j][t] for j in reach) / total if len(reach) > 1 else 0.0
+            found.append(of[t] - baseline if scored[i] and len(mates) > 1 else 0.0)
+    return found
+
+
+def token_draw() -> tuple[list[int], list[int], Tensor, Tensor, Tensor]:
+    """Six completions, one of them without a token; group 4 is alone, group 2 has an unscored one."""
+    lengths, group = [3, 5, 0, 2, 4, 1, 3], [2, 2, 2, 2, 3, 4, 3]
+    generator = torch.Generator().manual_seed(0)
+    total = sum(lengths)
+    pi, other, reward = torch.rand(3, total, generator=generator, dtype=torch.float64)
+    squares = pi.square() + (1 - pi).square() * other
+    reward[9] = NAN  # in the fourth completion
+    return lengths, group, reward, pi, squares
+
+
+def test_the_optimal_token_baseline_equals_the_loop_over_positions() -> None:
+    lengths, group, reward, pi, squares = token_draw()
+    sequence = torch.arange(7).repeat_interleave(torch.tensor(lengths))
+    arguments = reward, pi.log(), squares.log(), sequence
+    actual = adv.optimal_token_advantage(*arguments, torch.tensor(group))
+    parts = [[of.tolist() for of in x.split(lengths)] for x in (reward, pi, squares)]
+    assert actual.tolist() == pytest.approx(optimal_token(*parts, group), rel=1e-12, abs=1e-14)
+    renamed = torch.tensor([{2: -7, 3: 2**40, 4: 0}[g] for g in group])
+    torch.testing.assert_close(adv.optimal_token_advantage(*arguments, renamed), actual)
+
+
+def test_the_optimal_token_baseline_minimizes_the_variance_of_the_gradient() -> None:
+    pi = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    action = torch.tensor([0, 0, 1, 2])  # as often as they are likely
+    reward = torch.tensor([1.0, 1.0, -2.0, 5.0], dtype=torch.float64)
+    score = torch.eye(3, dtype=torch.float64)[action] - pi  # ∂ log π/∂ logits
+    one_each = torch.arange(4)
+    squares = pi.square().sum().log().expand(4)
+    advantage = adv.optimal_token_advantage(reward, pi[action].log(), squares, one_each, torch.zeros(4).long())
+    baseline = reward - advantage
+    assert torch.allclose(baseline, baseline[0])
+
+    def variance(b: Tensor) -> Tensor:
+        gradient = (reward - b)[:, None] * score
+        return (gradient - gradient.mean(0)).square().sum()
+
+    least = variance(baseline[0])
+    assert all(variance(baseline[0] + change) > least for change in (-0.1, -1e-3, 1e-3, 0.1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_optimal_token_baseline_is_finite_and_silent_where_rewards_are_equal(dtype: torch.dtype) -> None:
+    sequence = torch.tensor([0, 0, 1, 1])
+    for logp in (-2000.0, -1e-30, 0.0):
+        for end in (0.1, 1e30):
+            reward = torch.tensor([0.0, end, 0.0, end], dtype=dtype)
+            at = torch.full((4,), logp, dtype=dtype)
+            advantage = adv.optimal_token_advantage(reward, at, 2 * at, sequence, torch.zeros(2).long())
+            assert advantage.tolist() == [0, 0, 0, 0] and advantage.dtype == dtype
+    none = torch.zeros(0, dtype=dtype)
+    assert adv.optimal_token_advantage(none, none, none, sequence[:0], sequence[:0]).shape == (0,)
 
 
 def test_total_reward_weighs_what_could_be_scored() -> None:
@@ -496,6 +668,21 @@ SORTED = "sequence must be sorted: sort tokens by completion"
         (call(adv.rloo_advantage, INFINITE, G), f"rloo_advantage: {FINITE}"),
         (call(adv.opo_advantage, R, G, G[:1]), f"opo_advantage: length {SHAPE.format('reward', 3, 1)}"),
         (call(adv.opo_advantage, R, G[:1], G), f"opo_advantage: group {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.gpg_advantage, R, G[:1]), f"gpg_advantage: group {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.maxrl_advantage, -R, G), "maxrl_advantage: rewards must be >= 0, got a negative one"),
+        (call(adv.maxrl_advantage, R, G[:1]), f"maxrl_advantage: group {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.remax_advantage, R, R[:1]), f"remax_advantage: greedy_reward {SHAPE.format('reward', 3, 1)}"),
+        (call(adv.remax_advantage, R, INFINITE), f"remax_advantage: {FINITE}"),
+        (
+            call(adv.max_at_k_advantage, R, G, k=1),
+            "max_at_k_advantage: k must be >= 2, got 1; k = 1 is rloo_advantage",
+        ),
+        (
+            call(adv.optimal_token_advantage, R, R[:1], R, S, G[:2]),
+            f"optimal_token_advantage: logp {SHAPE.format('sequence', 3, 1)}",
+        ),
+        (call(adv.optimal_token_advantage, R, R, R, UNSORTED, G[:2]), f"optimal_token_advantage: {SORTED}"),
+        (call(adv.optimal_token_advantage, INFINITE, R, R, S, G[:2]), f"optimal_token_advantage: {FINITE}"),
         (call(adv.gae, R[:2], R, S, gamma=1.0, lam=1.0), f"gae: reward {SHAPE.format('sequence', 3, 2)}"),
         (call(adv.whiten, INFINITE), f"whiten: {FINITE}"),
         (call(adv.whiten, R, eps=-1.0), "whiten: eps must be >= 0, got -1.0"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from burnish.objectives import feedback as fb
+from burnish.objectives.policy import kl_estimate, reinforce
 from burnish.objectives.preference import apo_zero, bco_pair, dpo
 from mpmath import mp, mpf
 from torch import Tensor
@@ -279,3 +280,71 @@ def test_hyper_parameters_out_of_range_are_named(case: Case) -> None:
         with pytest.raises(ValueError) as error:
             changed(*completions())
         assert str(error.value) == f"{case.name}: {name} must be > 0, got {value}"
+
+
+def rated(count: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Log-probabilities of policy and reference, values and ratings; all as leaves but the ratings."""
+    logp, ref_logp, _ = completions(count, dtype)
+    value, reward = torch.randn(2, count, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return [logp, ref_logp.detach(), value.requires_grad_(), reward]
+
+
+def test_dro_equals_its_equation_in_value_and_gradients() -> None:
+    logp, ref_logp, value, reward = tensors = rated()
+    loss, stats = fb.dro(*tensors, beta=0.3)
+    error = [mpf(r) - mpf(v) - B * (mpf(p) - mpf(q)) for p, q, v, r in rows(*tensors)]
+    close(loss, [e**2 / 2 for e in error])
+    by_logp, by_value = torch.autograd.grad(loss.sum(), (logp, value))
+    close(by_logp, [-B * e for e in error])
+    close(by_value, [-e for e in error])
+    assert list(stats) == ["rewards", "value", "error"]
+    close(stats["rewards"], [B * (mpf(p) - mpf(q)) for p, q, *_ in rows(*tensors)])
+    close(stats["error"], [abs(e) for e in error])
+    assert torch.equal(stats["value"], value.detach())
+    assert all(not stat.requires_grad and stat.shape == loss.shape for stat in stats.values())
+    assert torch.autograd.gradcheck(lambda p, v: fb.dro(p, ref_logp, v, reward, beta=0.3)[0], (logp, value))
+
+
+def test_dro_has_its_minimum_at_the_optimum_of_the_penalized_reward() -> None:
+    draw = torch.Generator().manual_seed(2)
+    reference = torch.randn(5, generator=draw, dtype=torch.float64).log_softmax(0)
+    reward = torch.randn(5, generator=draw, dtype=torch.float64)
+    value = 0.3 * (reference + reward / 0.3).logsumexp(0)
+    best = (reference + (reward - value) / 0.3).requires_grad_()
+    assert best.exp().sum().item() == pytest.approx(1)
+    loss, _ = fb.dro(best, reference, value.expand(5), reward, beta=0.3)
+    assert loss.max() < 1e-28
+    nearby, _ = fb.dro(best + 0.01, reference, value.expand(5), reward, beta=0.3)
+    assert nearby.min() > 1e-7
+
+
+def test_dro_with_a_constant_value_is_policy_gradient_with_a_quadratic_penalty() -> None:
+    logp, ref_logp, value, reward = rated()
+    value = value.detach()
+    (slope,) = torch.autograd.grad(fb.dro(logp, ref_logp, value, reward, beta=0.3)[0].sum(), logp)
+    gradient, _ = reinforce(logp, reward - value)
+    penalty, _ = kl_estimate(logp, ref_logp, kind="k2")
+    (expected,) = torch.autograd.grad((gradient + 0.3 * penalty).sum(), logp)
+    torch.testing.assert_close(slope, 0.3 * expected)
+
+
+def test_completions_do_not_interact_in_dro_and_its_extremes_are_finite() -> None:
+    for dtype in (torch.float32, torch.float64):
+        tensors = rated(dtype=dtype)
+        whole, _ = fb.dro(*tensors, beta=0.3)
+        alone = torch.cat([fb.dro(*(t[i : i + 1] for t in tensors), beta=0.3)[0] for i in range(8)])
+        assert torch.equal(whole, alone)
+        far = torch.full((1,), -12000.0, dtype=dtype, requires_grad=True)
+        loss, stats = fb.dro(far, far.detach() * 0, far * 1, far.detach(), beta=10.0)
+        (slope,) = torch.autograd.grad(loss.sum(), far)
+        assert all(x.isfinite().all() and x.dtype == dtype for x in (loss, slope, *stats.values()))
+
+
+def test_dro_names_what_does_not_fit(as_users_run_it: None) -> None:
+    good = {name: torch.zeros(3) for name in ("logp", "ref_logp", "value", "reward")}
+    for name in ("ref_logp", "value", "reward"):
+        with pytest.raises(ValueError, match=rf"^dro: {name} must have the shape of logp, \[3\], got \[1\]$"):
+            fb.dro(**(good | {name: torch.zeros(1)}), beta=0.3)
+    for beta in (0.0, -0.1, math.nan, math.inf):
+        with pytest.raises(ValueError, match=rf"^dro: beta must be > 0, got {beta}$"):
+            fb.dro(**good, beta=beta)

@@ -98,6 +98,26 @@ def dppo_slope(logp: mpf, old: mpf, a: mpf) -> mpf:
     return mpf(0) if left_low(logp, old, a) or left_high(logp, old, a) or r > mp.exp(20) else -r * a
 
 
+def coins(logp: mpf, old: mpf) -> mpf:
+    """KL divergence from the coin of π to that of π_old."""
+    p, q = mp.exp(logp), mp.exp(old)
+    tails = (1 - q) * mp.log((1 - q) / (1 - p)) if q < 1 and p < 1 else mpf(0) if q == 1 else mp.inf
+    return q * (mpf(old) - mpf(logp)) + tails
+
+
+def far_low(logp: mpf, old: mpf, a: mpf) -> mpf:
+    return mpf(a < 0 and logp < old and coins(logp, old) > mpf(0.02))
+
+
+def far_high(logp: mpf, old: mpf, a: mpf) -> mpf:
+    return mpf(a > 0 and logp > old and coins(logp, old) > mpf(0.03))
+
+
+def dppo_kl_slope(logp: mpf, old: mpf, a: mpf) -> mpf:
+    r = mp.exp(mpf(logp) - mpf(old))
+    return mpf(0) if far_low(logp, old, a) or far_high(logp, old, a) or r > mp.exp(20) else -r * a
+
+
 def cispo_weight(logp: mpf, old: mpf) -> mpf:
     return clip(rho(logp, old), 1 - LOW, 1 + HIGH)
 
@@ -205,6 +225,19 @@ CASES = [
             "clip_ratio/low": left_low,
             "clip_ratio/high": left_high,
             "clip_ratio/region": lambda *x: left_low(*x) + left_high(*x),
+        },
+    ),
+    Case(
+        policy.dppo_kl,
+        OFF_POLICY,
+        {"clip_low": 0.02, "clip_high": 0.03},
+        lambda *x: mpf(0) if far_low(*x) or far_high(*x) else -rho(*x[:2]) * x[2],
+        dppo_kl_slope,
+        {
+            "ratio": ratio,
+            "clip_ratio/low": far_low,
+            "clip_ratio/high": far_high,
+            "clip_ratio/region": lambda *x: far_low(*x) + far_high(*x),
         },
     ),
     Case(
@@ -556,6 +589,8 @@ NOT_NEGATIVE = [
     (policy.clipped_surrogate, "clip_high", {}),
     (policy.dppo, "clip_low", {"clip_high": 0.2}),
     (policy.dppo, "clip_high", {"clip_low": 0.2}),
+    (policy.dppo_kl, "clip_low", {"clip_high": 0.2}),
+    (policy.dppo_kl, "clip_high", {"clip_low": 0.2}),
     (policy.cispo, "clip_low", {"clip_high": 1.0}),
     (policy.cispo, "clip_high", {}),
     (policy.value_loss, "clip", {}),

@@ -21,6 +21,7 @@ OFF_POLICY: list[tuple[Callable[..., Any], dict[str, float]]] = [
     (policy.topr, {}),
     (policy.clipped_surrogate, ppo),
     (policy.dppo, ppo),
+    (policy.dppo_kl, ppo),
     (policy.cispo, ppo),
     (policy.sapo, {"tau_pos": 0.5, "tau_neg": 3.0}),
 ]
@@ -86,6 +87,7 @@ def test_expected_gradients_are_that_of_the_expected_reward() -> None:
         lambda x: policy.clipped_surrogate(x, OLD, REWARD, **wide)[0],
         lambda x: policy.cispo(x, OLD, REWARD, clip_high=math.inf)[0],
         lambda x: policy.dppo(x, OLD, REWARD, clip_low=1.0, clip_high=1.0)[0],
+        lambda x: policy.dppo_kl(x, OLD, REWARD, **wide)[0],
     ):
         torch.testing.assert_close(expected_slope(OLD.exp(), off_policy, LOGITS), true)
 
@@ -108,7 +110,7 @@ def test_the_defaults_clip_at_a_fifth() -> None:
     assert torch.equal(policy.value_loss(logp, old, other)[0], policy.value_loss(logp, old, other, clip=0.2)[0])
 
 
-@pytest.mark.parametrize("objective", [policy.clipped_surrogate, policy.dppo, policy.cispo])
+@pytest.mark.parametrize("objective", [policy.clipped_surrogate, policy.dppo, policy.dppo_kl, policy.cispo])
 def test_a_token_that_has_not_moved_is_not_clipped_however_tight_the_clip(objective: Any) -> None:
     advantage = numbers(1.0, -1.0)
     _, stats = objective(LOGP[:2], LOGP[:2], advantage, clip_low=0.0, clip_high=0.0)

@@ -71,7 +71,7 @@ def arguments(loss: Callable[..., Any], dtype: torch.dtype = torch.float64) -> d
             found[name] = torch.arange(SEQUENCES)
         elif name == "sequences":
             found[name] = SEQUENCES
-        elif name in ("desirable", "label"):
+        elif name in ("desirable", "label", "penalized"):
             found[name] = torch.tensor([True, False, True])
         elif parameter.kind is parameter.KEYWORD_ONLY and name in HYPER:
             found[name] = HYPER[name]
