@@ -8,16 +8,19 @@ import os
 import select
 import socket
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
+from types import TracebackType
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 from ... import __version__
 from ..own_code import burnish_alone, check_names, whose_code
 from ..recipes import RECIPES, opener, settings_of
+from ..redaction import HidingFormatter, check_settings, hide
 from ..registry import nearest
 from .arguments import completion, parse
 from .trl import from_command, read, to_yaml
@@ -29,8 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None and sys.stdout is not None:  # unless it is closed
         output = io.BufferedWriter(_Output(1, "w", closefd=False))
         sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
+        sys.excepthook = _print_traceback
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
-    logging.basicConfig(format="%(levelname)s %(message)s", level=logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(HidingFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     if name in (*RECIPES, *_COMMANDS):
         flags = [word for word in words if word != "--no_code"]
@@ -45,6 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind, known = ("flag", ["--help", "--version"]) if name[0] == "-" else ("recipe", [*RECIPES, *_COMMANDS])
     print(f"{nearest(f'burnish: no {kind}', name, known)}\n\n{_usage()}", file=sys.stderr)
     return 2
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error that nothing caught, as Python does, without secrets."""
+    print(hide("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
 def _command(name: str, words: list[str]) -> int:
@@ -171,11 +182,12 @@ def _train(name: str, config: Any) -> None:
 
 
 def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _train) -> int:
-    traceback = "--traceback" in arguments or bool(os.environ.get("BURNISH_TRACEBACK"))
+    shows_traceback = "--traceback" in arguments or bool(os.environ.get("BURNISH_TRACEBACK"))
     arguments = [word for word in arguments if word != "--traceback"]
     try:
         config = parse(name, settings_of(name), arguments)
         check_names(config)
+        check_settings(config)
         gc.disable()  # imports make millions of objects that stay, and would be searched for garbage for seconds
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
         if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
@@ -202,9 +214,9 @@ def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _
         raise
     except Exception as error:
         message = _message(error)
-        if traceback or message is None:
+        if shows_traceback or message is None:
             raise
-        print(f"burnish {name}: {message}", file=sys.stderr)
+        print(hide(f"burnish {name}: {message}"), file=sys.stderr)
         return 1
     finally:
         gc.enable()

@@ -11,6 +11,7 @@ from rich.text import Text
 from ... import data
 from ..models.io import load_tokenizer
 from ..recipes.reward import encoder
+from ..redaction import hide, resolved_data
 from ..runs.context import tokenization
 
 
@@ -23,7 +24,7 @@ def show(recipe: str, config: Any, rows: int) -> None:
     tokenizer = load_tokenizer(config)
     encode = _encoder(recipe, config)
     console = Console(highlight=False, soft_wrap=True)
-    for parts in data.load_data(config.data, config.eval_data, seed=config.seed):
+    for parts in data.load_data(resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed):
         if not parts:
             continue
         encoded, accounting = encode(parts, tokenizer, tokenization(config))
@@ -31,12 +32,12 @@ def show(recipe: str, config: Any, rows: int) -> None:
         for part in accounting.parts or [accounting]:
             for number in range(min(rows, part.examples)):
                 example = data.example(encoded, start + number)
-                console.rule(f"{part.source}, example {number + 1}", align="left")
+                console.rule(f"{hide(part.source)}, example {number + 1}", align="left")
                 for text in _texts(example, tokenizer, recipe, color=console.is_terminal):
                     console.print(text)
             start += part.examples
         console.rule()
-        console.print(str(accounting), markup=False)
+        console.print(hide(str(accounting)), markup=False)
 
 
 def _encoder(recipe: str, config: Any) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import Encoder
+from ..redaction import resolved
 from ..registry import build, find
 from ..rollouts.event_loops import run
 from .chat_turns import ChatTurns
@@ -39,7 +40,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     factory = find("environment", name, SHIPPED, __package__)
     if name not in SHIPPED:
         _look_at(name, factory)
-    make = partial(build, f"environment {name}", factory, settings, factory=True)
+    make = partial(build, f"environment {name}", factory, resolved(settings), factory=True)
     environment = make()
     run(close(environment))
     _check_parts(name, environment)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import RewardMix
+from ..redaction import resolved
 from ..registry import build, find
 from ..rollouts.sample import Row, Sample
 from .sandbox import isolated
@@ -90,7 +91,7 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
         if name not in SHIPPED:
             _look_at(name, factory)
     name = name if isinstance(name, str) else name_of(name)
-    function = build(f"reward {name}", factory, settings, **given)
+    function = build(f"reward {name}", factory, resolved(settings), **given)
     if not callable(function):
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
     return function

@@ -15,6 +15,7 @@ from ...data import Records, concatenated, encode_prompts, load_data
 from ..environments import MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
+from ..redaction import resolved_data
 from ..rewards.resolve import SHIPPED, resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
 from ..rewards.table import reward_metrics, score
@@ -106,7 +107,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     check_online(config)
     make = None if config.environment is None else resolve_environment(config.environment)
     accelerator = open_accelerator(config)
-    records = load_data(config.data, config.eval_data, seed=config.seed)
+    records = load_data(resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed)
     rows = concatenated(records[0])
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
     run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)

@@ -19,6 +19,7 @@ import torch
 from ...data import where
 from ..models.io import adapter_weights, is_sharded, named_weights
 from ..models.policy import Policy
+from ..redaction import redacted, resolved
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
@@ -162,7 +163,8 @@ def open_local(run: RunContext[Policy], *, detached: bool = False, **options: An
 
 def open_source(run: RunContext[Policy]) -> RolloutSource:
     """The configured vLLM."""
-    config: OnlineConfig = run.config
+    of_server = {name: resolved(value) for name, value in vars(run.config.vllm).items()}
+    config: OnlineConfig = replace(run.config, vllm=VLLM(**of_server))
     known: dict[str, Any] = {"config": run.model.plain.config, "tokenizer": run.tokenizer}
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
@@ -205,6 +207,11 @@ def flags_of(options: Mapping[str, Any]) -> list[str]:
     """vLLM's command line: {max_model_len: 512, enforce_eager: true} is --max-model-len 512 --enforce-eager."""
     flags: list[str] = []
     for name, value in options.items():
+        if isinstance(value, str) and redacted(value, name) != value:
+            raise ValueError(
+                f"vllm.options: {name} holds a secret, and every user of the machine can read the arguments of a "
+                'server; give it as a variable, such as vllm.environment: {HF_TOKEN: "${ENV:HF_TOKEN}"}'
+            )
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from ..models.sharding import ranks_together
 from .ranks import from_main, gloo_group
 from .state import capture, dump, random_state, restore, set_random_state, trained_state
-from .storage import DirectoryWriter, damage, remove, remove_partial, write
+from .storage import DirectoryWriter, damage, remove, remove_partial, sync, write
 
 log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves and loads without a group
@@ -73,12 +73,20 @@ def writing(what: str, directory: Path) -> Iterator[None]:
         ) from error
 
 
-def replace(path: Path, content: str) -> None:
-    """Replace a file of a run; a process that is killed leaves it whole. Raises as `writing` does."""
+def replace(path: Path, content: str, *, mode: int | None = None) -> None:
+    """Replace a file of a run; a process that is killed leaves it whole. Raises as `writing` does.
+
+    Args:
+        mode: permissions of the file; unless given, those of every new file.
+    """
     with writing(path.name, path.parent / "checkpoints"):
         partial = path.with_suffix(".partial")
+        if mode is not None:
+            partial.unlink(missing_ok=True)
+            partial.touch(mode=mode)  # before there is something to read
         write(partial, [content.encode()])
         partial.replace(path)
+        sync(path.parent)
 
 
 def _cause(error: BaseException) -> tuple[BaseException, str]:

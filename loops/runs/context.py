@@ -29,6 +29,7 @@ from ..config import Common
 from ..models.backbone import Backbone, evaluating
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
+from ..redaction import hide, resolved_data
 from ..registry import nearest
 from ..train import optimizers
 from ..train.losses import TensorReader, Term
@@ -239,7 +240,7 @@ def open_run(
 
     def encoded(parts: list[Records]) -> Dataset:
         data, accounting = main_first(accelerator, lambda: encode(parts, tokenizer, tokenization(config), **options))
-        accelerator.print(accounting)
+        accelerator.print(hide(str(accounting)))
         return data
 
     stream = None
@@ -249,9 +250,10 @@ def open_run(
         by_step = replace(tokenization(config), cached=False)
         encode_rows = partial(encode, tokenizer=tokenizer, options=by_step, **options)
         order: dict[str, Any] = {name: getattr(config, name) for name in ("batch_size", "seed", "shuffle")}
-        stream = Stream(config.data, encode_rows, **order)
+        stream = Stream(resolved_data(config.data), encode_rows, **order)
     if records is None:
-        read = partial(load_data, config.data, config.eval_data, seed=config.seed, streaming=config.streaming)
+        sources = resolved_data(config.data), resolved_data(config.eval_data)
+        read = partial(load_data, *sources, seed=config.seed, streaming=config.streaming)
         records = main_first(accelerator, read)
     data = encoded(records[0]) if stream is None else stream.open(0)
     eval_data = encoded(records[1]) if records[1] else None

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import Common
+from ..redaction import redacted
 from .checkpoint import replace
 from .ranks import from_main, meet
 
@@ -56,7 +57,7 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
             ) from error
         if not config.resume:
             check_directory(config)
-        replace(directory / "config.yaml", description)
+        replace(directory / "config.yaml", description, mode=0o600)
 
     with ExitStack() as held:
         meet()  # every rank has looked at the directory before the main process writes to it
@@ -108,10 +109,10 @@ def check_directory(config: Common) -> None:
 
 
 def to_yaml(config: Common) -> str:
-    """The configuration as YAML; objects by name or type, a model also by a digest of its weights. The digest of the
-    data is in the checkpoints.
+    """The configuration as YAML, without secrets; objects by name or type, a model also by a digest of its weights. The
+    digest of the data is in the checkpoints.
     """
-    return str(yaml.safe_dump(_described(config), sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(redacted(_described(config)), sort_keys=False, allow_unicode=True))
 
 
 def _described(value: Any, name: str = "") -> Any:

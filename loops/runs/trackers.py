@@ -13,6 +13,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from ..config import Common
+from ..redaction import redacted
 from ..registry import blaming
 
 # Metrics that TRL logs under another name.
@@ -57,6 +58,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int 
         if isinstance(value, Mapping) and value and name != _PRIVATE:
             levelled |= flat(value, f"{name}.")
         elif name != _PRIVATE:
+            value = redacted(value, key)
             levelled[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
     return levelled
 

@@ -1,0 +1,155 @@
+"""Secrets in settings: left out of files, trackers and messages, and taken from the environment by ``${ENV:NAME}``.
+
+A text is a secret by the name of its setting (api_key, HF_TOKEN, client_secret, password), by its own form (sk-...,
+hf_...), or as the login in a URL. Names are compared by whole words: max_tokens, mask_token and the key of a column
+are none. A setting may instead hold ``${ENV:NAME}``: what is stored and shown is this reference, and the variable is
+read where the setting is used.
+"""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+MARK = "<redacted>"
+_SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
+# Words before "token" and "key" with which they are no secrets: special tokens, and names of columns or fields.
+_PLAIN_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video", "boi", "eoi", "think"}
+_PLAIN_TOKENS |= {"start", "stop", "end", "special", "prompt"}
+_PLAIN_KEYS = {"answer", "prompt", "completion", "text", "message", "messages", "question", "image", "label", "target"}
+_PLAIN_KEYS |= {"score", "reward", "id", "row", "column", "field", "data", "dict", "json", "map", "sort", "group"}
+_PLAIN_KEYS |= {"index", "primary", "foreign", "public", "cache", "partition"}
+_SHORTEST = 8  # characters of a key or a token; shorter ones name something
+_OPAQUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{20,}")  # what alone is called key or token, and is no word
+_KNOWN = re.compile(  # keys that say by their form what they are
+    r"\b(?:(?:sk|rk|pk)-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
+    r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
+)
+_LOGIN = re.compile(r"(?<=://)(?![^/\s@]*\$\{ENV:)[^/\s@'\"]+(?=@)")  # user:password of a URL, unless a reference
+_REFERENCE = re.compile(r"\$\{ENV:([A-Za-z_]\w*)\}")
+_USED = ("rewards", "environment", "vllm", "data", "eval_data")  # settings in which references are read
+
+_known_values: set[str] = set()  # secrets of this process, which messages leave out
+
+
+def is_secret(name: str, value: str) -> bool:
+    """True if a text is a secret by the name of its setting."""
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)  # of api_key, apiKey, HF_TOKEN
+    words = [word.lower() for word in words]
+    if not words or _REFERENCE.search(value):
+        return False
+    if _SECRET_WORDS.intersection(words):
+        return True
+    *before, last = words
+    if last not in ("key", "token"):
+        return False
+    if not before:
+        return _OPAQUE.fullmatch(value) is not None
+    plain = _PLAIN_TOKENS if last == "token" else _PLAIN_KEYS
+    return before[-1] not in plain and len(value) >= _SHORTEST and not re.search(r"\s", value)
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """Settings without their secrets, in place of which there is `MARK`.
+
+    Args:
+        value: texts, numbers, and lists and mappings of them.
+        name: of the setting.
+    """
+    if isinstance(value, Mapping):
+        return {key: redacted(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(each, name) for each in value]
+    if not isinstance(value, str):
+        return value
+    return MARK if is_secret(name, value) else _without_patterns(value)
+
+
+def hide(text: str) -> str:
+    """A message without the secrets that this process knows, and without what looks like one."""
+    for secret in sorted(_known_values, key=len, reverse=True):
+        text = text.replace(secret, MARK)
+    return _without_patterns(text)
+
+
+def _without_patterns(text: str) -> str:
+    return _KNOWN.sub(MARK, _LOGIN.sub(MARK, text))
+
+
+class HidingFormatter(logging.Formatter):
+    """Formats records of a log without secrets, tracebacks included."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide(super().format(record))
+
+
+def resolved(value: Any) -> Any:
+    """Texts, lists and mappings with the values of variables in place of each ``${ENV:NAME}``; objects as they are.
+
+    Raises:
+        ValueError: names a variable that is not set.
+    """
+    if type(value) is dict:
+        return {key: resolved(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(resolved, value))
+    return _REFERENCE.sub(_variable, value) if isinstance(value, str) else value
+
+
+def resolved_data(source: Any) -> Any:
+    """A source of data with the values of variables; rows, which Python may give in its place, stay as they are."""
+    parts = source if type(source) is list else [source]
+    named = all(isinstance(part, str) or (type(part) is dict and "path" in part) for part in parts)
+    mixture = type(source) is dict and all(isinstance(path, str) for path in source)
+    return resolved(source) if named or mixture else source
+
+
+def _variable(reference: re.Match[str]) -> str:
+    name = reference[1]
+    value = os.environ.get(name)
+    if value is None:
+        raise ValueError(f"{reference[0]}: there is no environment variable {name}; set it where the run is started")
+    if is_secret(name, value):
+        _known_values.add(value)
+    return value
+
+
+def check_settings(config: Any) -> None:
+    """Check references and marks of a configuration before the run is opened, and learn its secrets for `hide`.
+
+    Raises:
+        ValueError: if a variable is not set, a reference stands where none is read, or a secret was left out of the
+            file that the configuration comes from.
+    """
+    for path, value in _texts(config):
+        name = path[-1]
+        where = ".".join(path)
+        if MARK in value:
+            raise ValueError(
+                f"{where}: the secret was left out when this file was written; give it again, or better "
+                f"${{ENV:NAME}}, which is read from the environment"
+            )
+        if _REFERENCE.search(value):
+            if path[0] not in _USED:
+                raise ValueError(f"{where}: ${{ENV:NAME}} is read in {', '.join(_USED)} alone; write the value")
+            secret = resolved(value)
+            if is_secret(name, secret):
+                _known_values.add(secret)
+        elif is_secret(name, value):
+            _known_values.add(value)
+
+
+def _texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each text in settings, with the names that lead to it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _texts(each, (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each, path)
+    elif isinstance(value, str):
+        yield path, value
