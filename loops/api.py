@@ -37,8 +37,9 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
         values = inspect.signature(settings).bind_partial(*args).arguments | kwargs
-        if isinstance(lora := values.get("lora"), Mapping) and (complaint := Lora.complaint(lora)):
-            raise ValueError(f"{name}: {complaint}")
+        _refuse_names_of_trl(name, settings, values)
+        if "lora" in values:
+            values["lora"] = _lora(name, values["lora"])
         opened: Training = opener(name)(build(name, settings, values))
         return opened
 
@@ -46,6 +47,28 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
     recipe.__name__ = recipe.__qualname__ = name
     recipe.__doc__ = _documented(settings)
     return recipe
+
+
+def _refuse_names_of_trl(name: str, settings: Any, values: Mapping[str, Any]) -> None:
+    """Raise ValueError if arguments are TRL's, with ours in their place."""
+    foreign = {each: value for each, value in values.items() if each not in inspect.signature(settings).parameters}
+    if not foreign:
+        return
+    from .cli.trl_python import complaint  # reads tables that other calls don't need
+
+    if message := complaint(name, settings, foreign):
+        raise ValueError(message)
+
+
+def _lora(name: str, given: Any) -> Any:
+    """The settings of adapters; a LoraConfig of peft's in ours."""
+    if type(given).__module__.partition(".")[0] == "peft":
+        from .models.adapters import settings_of_peft
+
+        return settings_of_peft(given)
+    if isinstance(given, Mapping) and (complaint := Lora.complaint(given)):
+        raise ValueError(f"{name}: {complaint}")
+    return given
 
 
 def _documented(settings: Callable[..., Any]) -> str:

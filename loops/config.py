@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for a type checker, ranges are plain numbers, and a name ma
     OpenUnitInterval = float
     PositiveShare = float
     NoiseShare = float
+    Interval = int | float | Literal["epoch"]
 else:
     from jsonargparse.typing import (
         ClosedUnitInterval,
@@ -33,6 +34,7 @@ else:
         OpenUnitInterval,
         PositiveFloat,
         PositiveInt,
+        register_type,
         restricted_number_type,
         restricted_string_type,
     )
@@ -44,6 +46,9 @@ else:
     RewardMix = dict[str, float | dict[str, Any]] | list[str] | Name
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
+    # jsonargparse prints a value by the first type of a union that takes it, and `int` makes 0 of a share.
+    register_type(PositiveInt, lambda value: int(PositiveInt(value)))
+    Interval = PositiveInt | OpenUnitInterval | Literal["epoch"]
 
 
 Schedule = Literal["constant", "linear", "cosine", "constant_with_warmup", "cosine_with_restarts", "cosine_with_min_lr",
@@ -111,7 +116,8 @@ def wording(hint: Any) -> str:
     for kind in kinds(hint):
         if get_origin(kind) is Literal:
             choices = (str(each).lower() if isinstance(each, bool) else str(each) for each in get_args(kind))
-            words.append(f"one of {', '.join(choices)}")
+            listed = ", ".join(choices)
+            words.append(f"one of {listed}" if "," in listed else listed)
         elif getattr(kind, "_type", None) is str:
             words.append("a name")
         elif hasattr(kind, "_expression"):
@@ -149,8 +155,9 @@ class Lora(Settings):
     """The adapters' output is multiplied by alpha / r."""
     dropout: ClosedUnitInterval = 0.0
     """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
-    target_modules: str | list[str] = "all-linear"
-    """Names of the layers that get adapters, a regular expression, or "all-linear"."""
+    target_modules: str | list[str] | None = "all-linear"
+    """Names of the layers that get adapters, a regular expression, or "all-linear"; null is peft's own choice for the
+    architecture, often q_proj and v_proj alone."""
     target_parameters: list[str] | None = None
     """Names of parameters outside linear layers that get adapters, such as mlp.experts.gate_up_proj."""
     modules_to_save: list[str] | None = None
@@ -302,6 +309,9 @@ class Common(Settings):
     rounding: Literal["stochastic", "compensated"] = "stochastic"
     """Rounding of bfloat16 weights after a step: up or down by chance, right on average; or to the nearest, with the
     16 bits that are missing to float32 kept for the next step, two more bytes per weight."""
+    tf32: bool | None = None
+    """Compute products of float32 factors in TF32, on GPUs that have it: faster, with 10 bits of a factor instead of
+    23. null leaves torch.set_float32_matmul_precision as it is; in bfloat16 few products are of float32 factors."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "torch", "reference"] = "auto"
@@ -318,10 +328,12 @@ class Common(Settings):
     attention: str | None = None
     """Attention implementation of transformers, such as sdpa, eager or flash_attention_2; with flex_attention, on GPUs,
     long rows with shared prompts need no mask of their width squared."""
-    eval_every: PositiveInt | None = None
-    """Steps between evaluations on `eval_data`; there is one before the first step and after the last in any case."""
-    save_every: PositiveInt | None = None
-    """Steps between checkpoints; there is one after the last step, and when a signal stops the run, in any case."""
+    eval_every: Interval | None = None
+    """Steps between evaluations on `eval_data`; below 1, a share of all steps, rounded up; epoch is one at the end of
+    each epoch. There is one before the first step and after the last in any case."""
+    save_every: Interval | None = None
+    """Steps between checkpoints; below 1, a share of all steps, rounded up; epoch is one at the end of each epoch.
+    There is one after the last step, and when a signal stops the run, in any case."""
     save_minutes: NonNegativeFloat | None = 15.0
     """Minutes between checkpoints, in addition to those of `save_every`; 0 or null for none."""
     keep: PositiveInt = 2

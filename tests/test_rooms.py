@@ -25,7 +25,8 @@ FLOORS = [
     {"environments"},
     {"rl"},
     {"recipes"},
-    {"api", "cli"},
+    {"cli"},
+    {"api"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

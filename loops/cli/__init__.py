@@ -23,7 +23,8 @@ from ..recipes import RECIPES, opener, settings_of
 from ..redaction import HidingFormatter, check_settings, hide
 from ..registry import nearest
 from .arguments import completion, parse
-from .trl import from_command, read, to_yaml
+from .launch import command as launch_line
+from .trl import Command, from_command, read, to_yaml
 from .trl_rules import table
 
 
@@ -134,19 +135,22 @@ def _env(arguments: list[str]) -> int:
 
 
 def _translate(arguments: list[str]) -> int:
-    named = bool(arguments) and arguments[0] in RECIPES
-    recipe, *words = arguments if named else from_command(arguments or [""])
-    if recipe not in RECIPES or not words:
+    """Print the configuration in burnish's names, under the line that starts it."""
+    words = arguments or [""]
+    command = Command(words[0], list(words[1:])) if words[0] in RECIPES else from_command(words)
+    recipe = command.recipe
+    if recipe not in RECIPES or not command.flags:
         print(nearest("burnish translate: no recipe for", recipe, [*RECIPES, *table()["scripts"]]), file=sys.stderr)
         print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
         print("    or a command: burnish translate accelerate launch dpo.py --beta 0.2", file=sys.stderr)
         return 2
-    ours, left, translation = read(recipe, settings_of(recipe), _with_file(words))
-    if not ours and translation.refused.keys() <= {"config"}:
-        problem = translation.refused.get("config", f"{words[0]}: no name of TRL's")
-        print(f"burnish translate: {problem}", file=sys.stderr)
+    ours, left, translation = read(recipe, settings_of(recipe), _with_file(command.flags), to_run=False)
+    if "config" in translation.refused:
+        print(f"burnish translate: {translation.refused['config']}", file=sys.stderr)
         return 1
-    print(f"# burnish {recipe} --config with this file\n{to_yaml(ours, left, translation)}", end="")
+    translation.notes += command.notes
+    line = launch_line(recipe, translation.given, command.variables)
+    print(f"# {line} --config with this file\n{to_yaml(ours, left, translation)}", end="")
     return int(bool(translation.refused))
 
 

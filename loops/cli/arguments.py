@@ -16,7 +16,7 @@ from jsonargparse import ArgumentParser, set_parsing_settings
 
 from ..config import Lora, OfflineConfig, kinds, range_complaint, wording
 from ..registry import nearest
-from .trl import flattened, loaded, messages, read, read_files, split_flags
+from .trl import flattened, headlines, loaded, read, read_files, split_flags
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
     if translated:
         left = ["--config", yaml.safe_dump(translated), *left]
     if os.environ.get("RANK", "0") == "0" and not translation.refused:
-        for message in messages(translation):
+        for message in headlines(name, translation):
             _log.warning("TRL: %s", message)
     given = [name for name, _ in _settings(translated, left)]
     if complaint := Lora.complaint([name.removeprefix("lora.") for name in given if name.startswith("lora.")]):

@@ -10,10 +10,11 @@ import yaml
 from jsonargparse import get_loader
 
 from ..registry import nearest
-from . import trl_rules
+from . import launch, trl_rules
 from .trl_rules import Translation, as_list, table
 
 _load = get_loader("yaml")  # in which 1e-4 is a number, as it is not in YAML 1.1
+_HEADLINES = 3  # lines about TRL's names at the start of a run
 _OURS = ("config", "defaults", "help", "h", "print_config")  # names of the command line itself
 
 
@@ -21,9 +22,10 @@ _OURS = ("config", "defaults", "help", "h", "print_config")  # names of the comm
 def entries(recipe: str) -> dict[str, tuple[str, Any]]:
     """Each name of TRL in a recipe: (renamed, values, ignored, refused or rules; its entry)."""
     found: dict[str, tuple[str, Any]] = {}
-    for part in (table(), table()["recipes"].get(recipe, {})):
+    for part in (launch.names(), table(), table()["recipes"].get(recipe, {})):
         found |= {name: ("renamed", name) for name in part.get("same", ())}
-        found |= {name: ("renamed", field) for name, field in part.get("renamed", {}).items()}
+        if part is not launch.names():  # whose other names are those of files
+            found |= {name: ("renamed", field) for name, field in part.get("renamed", {}).items()}
         found |= {name: ("values", field) for name, field in part.get("values", {}).items()}
         found |= {name: ("ignored", why) for why, names in part.get("ignored", {}).items() for name in names}
         for why, names in part.get("refused", {}).items():
@@ -33,12 +35,23 @@ def entries(recipe: str) -> dict[str, tuple[str, Any]]:
 
 
 def translate(
-    recipe: str, known: Collection[str], given: Mapping[str, Any], elsewhere: Mapping[str, Any] | None = None
+    recipe: str,
+    known: Collection[str],
+    given: Mapping[str, Any],
+    elsewhere: Mapping[str, Any] | None = None,
+    *,
+    ranks: int | None = 1,
 ) -> Translation:
-    """Translate a mapping of TRL's names to values, all in the table, beside fields of ours that are set elsewhere."""
+    """Translate a mapping of TRL's names to values, all in the table, beside fields of ours that are set elsewhere.
+
+    Args:
+        ranks: of this run, where neither a name nor a launcher says so; None if no run is started.
+    """
     overlay = table()["recipes"].get(recipe, {})
     rules, notes = ({**table()[part], **overlay.get(part, {})} for part in ("rules", "notes"))
-    out = Translation(given, known, trl_defaults(recipe), elsewhere or {})
+    rules = {**rules, **launch.names()["rules"]}
+    functions = {**vars(trl_rules), "sharding": launch.sharding}
+    out = Translation(given, known, trl_defaults(recipe), elsewhere or {}, ranks=ranks)
     later = {name: n for n, (name, (kind, _)) in enumerate(entries(recipe).items()) if kind == "values"}
     for name, value in sorted(given.items(), key=lambda item: later.get(item[0], 0)):
         kind, entry = entries(recipe)[name]
@@ -56,7 +69,7 @@ def translate(
         present = [name for name in names if name in given]
         try:
             if present:
-                fields = _switched(out, names) if isinstance(names, Mapping) else getattr(trl_rules, rule)(out)
+                fields = _switched(out, names) if isinstance(names, Mapping) else functions[rule](out)
                 out.set([name for name in present if given[name] is not None] or present, fields)
         except (TypeError, ValueError) as error:  # a word where a number belongs
             out.refused[rule] = f"{', '.join(f'{name}: {given[name]!r}' for name in present)}: {error}"
@@ -102,11 +115,18 @@ def _fields(out: Translation, name: str, value: Any, entry: Any) -> dict[str, An
     return {} if choices[value] is None else {entry["field"]: choices[value]}
 
 
-def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dict[str, Any], list[str], Translation]:
+def read(
+    recipe: str, config_class: type, arguments: Sequence[str], *, to_run: bool = True
+) -> tuple[dict[str, Any], list[str], Translation]:
     """Translate configuration files and TRL's flags into our fields; also return the remaining flags, which are ours.
 
-    Flags win over files. If no name is TRL's, all arguments remain; mistakes are listed in ``refused``.
+    Flags win over files. Mistakes are listed in ``refused``.
+
+    Args:
+        to_run: false only to show the translation. In a run in which no name is TRL's, all arguments remain; and its
+            processes are those that were started.
     """
+    ranks = 1 if to_run else None
     own = {each.name: each.default for each in dataclasses.fields(config_class)}
     out, flags = Translation({}, own), split_flags(arguments)
     try:
@@ -117,8 +137,11 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     flagged = {name: _value(name, values) for name, values, _ in flags if name != "config"}
     defaults = flagged.pop("defaults", file.pop("defaults", None))
     words = {**file, **flagged}
+    words = {_whole(recipe, own, name) if name in flagged else name: value for name, value in words.items()}
+    flagged = {_whole(recipe, own, name): value for name, value in flagged.items()}
+    flags = [(_whole(recipe, own, name), values, tokens) for name, values, tokens in flags]
     foreign = [name for name in words if name.rstrip("+").partition(".")[0] not in {*own, *_OURS}]
-    if defaults is None and not any(_name(recipe, name) not in {"", *own} for name in foreign):
+    if to_run and defaults is None and not any(_name(recipe, name) not in {"", *own} for name in foreign):
         return {}, list(arguments), out
 
     names = {name: _name(recipe, name) for name in words}
@@ -130,52 +153,87 @@ def read(recipe: str, config_class: type, arguments: Sequence[str]) -> tuple[dic
     by_flag = {name: value for name, value in flagged.items() if not names[name]}
     given = {names[name]: value for name, value in words.items() if names[name]}
     elsewhere = {**in_file, **flattened(by_flag)}
-    out = translate(recipe, own, given, elsewhere)
-    out.refused = {**unknown, **out.refused}
+    given, launch_notes, unreadable = launch.expanded(given)
+    for name in [name for name in given if name not in entries(recipe)]:
+        unknown[name] = nearest("accelerate_config: no key", name, entries(recipe))
+        del given[name]
+    out = translate(recipe, own, given, elsewhere, ranks=ranks)
+    out.notes += launch_notes
+    out.refused = {**unknown, **out.refused, **unreadable}
     for field, sources in out.sources.items():
         if _has(by_flag if {names[name] for name in flagged} & {*sources} else in_file, field):
             out.refused[field] = f"{field}: given twice, here and as {', '.join(sources)}; leave one of them out"
     ours = {**in_file, **{field: value for field, value in out.ours.items() if not _has(by_flag, field)}}
-    theirs = translate(recipe, own, {**trl_defaults(recipe), **given}, elsewhere).ours
+    theirs = translate(recipe, own, {**trl_defaults(recipe), **given}, elsewhere, ranks=ranks).ours
     theirs = {name: value for name, value in theirs.items() if not _has({*ours, *by_flag}, name)}
     if defaults is not None:
         ours, theirs = {**theirs, **ours}, {}
     silent = {name: why for name, why in table()["silent"].get(recipe, {}).items() if not _has({*ours, *by_flag}, name)}
     differ = [f"{name} {own.get(name)} ({value})" for name, value in theirs.items() if own.get(name) != value]
     if differ:
-        out.notes.append(f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}")
-    out.notes += [f"{name}: {why}" for name, why in silent.items()]
+        out.differ = f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}"
+    out.silent = [f"{name}: {why}" for name, why in silent.items()]
+    return _grouped(ours), [token for name, _, tokens in flags if name in by_flag for token in tokens], out
+
+
+def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of groups, which have a dot, as mappings."""
     merged: dict[str, Any] = {}
-    for field, value in ours.items():
+    for field, value in fields.items():
         group, _, inner = field.rpartition(".")
         (merged.setdefault(group, {}) if group else merged)[inner] = value
-    return merged, [token for name, _, tokens in flags if name in by_flag for token in tokens], out
+    return merged
 
 
-def from_command(words: Sequence[str]) -> list[str]:
-    """The recipe and the flags of a command of TRL's, from ``trl dpo`` or the launcher of a script to its last flag."""
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of TRL's: the recipe, all flags of launcher and script, and what stood before the launcher."""
+
+    recipe: str
+    flags: list[str]
+    variables: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
+
+def from_command(words: Sequence[str]) -> Command:
+    """Read a command of TRL's, from ``trl dpo`` or the launcher of a script to its last flag."""
+    words = [launch.names()["short"].get(word, word) for word in words]
     scripts = [n for n, word in enumerate(words) if word.endswith(".py") or word.startswith("trl.scripts.")]
     at = words.index("trl") + 1 if "trl" in words[:-1] else min(scripts, default=0)
     name = words[at].removesuffix(".py").replace("/", ".").rpartition(".")[2]
     recipe, *flags = table()["scripts"].get(name, name).split(" ")
-    started = {name.replace("-", "_"): values for name, values, _ in split_flags(words[:at]) if values}
-    ranks = started.get("num_processes") or started.get("nproc_per_node") or []
-    return [recipe, *(f"--num_processes={rank}" for rank in ranks[:1]), *flags, *words[at + 1 :]]
+    first = next((n for n, word in enumerate(words[:at]) if word.startswith("--")), at)
+    launcher = [(flag, values) for flag, values, _ in split_flags(words[first:at])]
+    started, variables, notes = launch.launched(words[:at], launcher)
+    return Command(recipe, [*started, *flags, *words[at + 1 :]], variables, notes)
 
 
 def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> str:
-    """The configuration in our fields, with what has no effect or is refused as comments, and our flags too."""
-    comments = [
-        *(f"and the flags {' '.join(left)}" for _ in left[:1]),
-        *messages(out),
-        *(f"refused: {why}" for why in out.refused.values()),
-    ]
-    return "".join(f"# {comment}\n" for comment in comments) + yaml.safe_dump(dict(ours), sort_keys=False)
+    """The configuration in our fields, our own flags among them; what has no effect or is refused as comments."""
+    flags = {name: _value(name, values) for name, values, _ in split_flags(left) if name not in out.refused}
+    fields = flattened(ours) | flattened(flags)
+    comments = [*messages(out), *(f"refused: {why}" for why in out.refused.values())]
+    return "".join(f"# {comment}\n" for comment in comments) + yaml.safe_dump(_grouped(fields), sort_keys=False)
 
 
 def messages(out: Translation) -> list[str]:
     """List what a translation leaves out or changes, one line for each reason."""
-    return [f"no effect here: {', '.join(names)}: {why}" for why, names in out.ignored.items()] + out.notes
+    ignored = [f"no effect here: {', '.join(names)}: {why}" for why, names in out.ignored.items()]
+    return [*ignored, *out.notes, *filter(None, [out.differ]), *out.silent]
+
+
+def headlines(recipe: str, out: Translation) -> list[str]:
+    """The messages to begin a run with, three at most: what matters most, and how many more there are."""
+    weighty, minor = (tuple(f"{name}: " for name in table()[kind]) for kind in ("weighty", "minor"))
+    everything = messages(out)
+    first = [*filter(None, [out.differ]), *(each for each in out.silent if each.startswith(weighty))]
+    first += [each for each in out.notes if not each.startswith(minor)]
+    shown = first if len(first) == len(everything) <= _HEADLINES else first[: _HEADLINES - 1]
+    if more := len(everything) - len(shown):
+        shown.append(
+            f"{more} more, of less weight: burnish translate {recipe}, with the same file and flags, prints them"
+        )
+    return shown
 
 
 def split_flags(arguments: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
@@ -216,6 +274,16 @@ def _name(recipe: str, name: str) -> str:
     """TRL's name that a key or a flag means, or nothing."""
     name = name.replace("-", "_")
     return next((each for each in (name, name.removeprefix("no_")) if each in entries(recipe)), "")
+
+
+def _whole(recipe: str, own: Collection[str], flag: str) -> str:
+    """The only name that a flag may begin, as TRL's parser takes it; the flag itself if it is whole, or ambiguous."""
+    plain = flag.replace("-", "_")
+    if not plain or "." in flag or plain in {*own, *_OURS} or _name(recipe, flag):
+        return flag
+    begun = [name for name in {*own, *_OURS, *entries(recipe)} if name.startswith(plain)]
+    taken = len(begun) == 1 and entries(recipe).get(begun[0], ("refused",))[0] != "refused"
+    return begun[0] if taken else flag
 
 
 def _value(name: str, values: Sequence[str]) -> Any:

@@ -5,6 +5,7 @@ A rule returns our fields, by their names, and those of a group with a dot.
 
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -32,9 +33,11 @@ class Translation:
     Attributes:
         given: TRL's names and values; a rule reads those that are missing, or null, from ``defaults``.
         known, elsewhere: our fields, and the values of those among them that are set in our own vocabulary.
+        ranks: of this run, unless a name says so; None where no run is started.
         ours, sources: values of our fields, where those of a group have a dot, and the names that each was made of.
         ignored: names without effect here, by the reason.
-        notes: differences to know of.
+        notes: differences to know of, of what names and values ask for.
+        differ, silent: differences of defaults, and of what no name says.
         refused: why a name can't be translated, in a line that begins with it.
     """
 
@@ -46,7 +49,10 @@ class Translation:
     sources: dict[str, list[str]] = field(default_factory=dict)
     ignored: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    differ: str = ""
+    silent: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
+    ranks: int | None = None
 
     def __getitem__(self, name: str) -> Any:
         value = self.given.get(name)
@@ -124,7 +130,10 @@ def warmup(trl: Translation) -> dict[str, Any]:
 def precision(trl: Translation) -> dict[str, Any]:
     names = [name for name in ("torch_dtype", "dtype") if trl.given.get(name) not in (None, "auto")]
     loaded = {name: str(trl[name]).removeprefix("torch.") for name in names}
-    asked = {**loaded, "fp16": "float16"} if trl["fp16"] else loaded
+    asked = {**loaded, "fp16": "float16"} if trl["fp16"] else dict(loaded)
+    launched = str(trl.given.get("mixed_precision") or "no")
+    if launched not in ("no", "bf16"):
+        asked["mixed_precision"] = {"fp16": "float16"}.get(launched, launched)
     for name, dtype in asked.items():
         if dtype not in ("bfloat16", "float32", "float64"):
             why = f"there is no {dtype}" + " with loss scaling" * (dtype == "float16")
@@ -132,6 +141,10 @@ def precision(trl: Translation) -> dict[str, Any]:
     if trl.refused.keys() & asked:
         return {}
     bf16 = trl.given.get("bf16")
+    if launched == "bf16":  # which transformers' Trainer takes where its own bf16 is off
+        bf16 = True
+    elif not names and bf16 is None and not trl["fp16"] and "mixed_precision" in trl.given:
+        return {}
     dtype = "bfloat16" if bf16 else next(iter(loaded.values()), "bfloat16" if bf16 is None else "float32")
     if bf16 is None and dtype == "float32":
         trl.notes.append("dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false (dtype bfloat16)")
@@ -161,7 +174,7 @@ def evaluation(trl: Translation) -> dict[str, Any]:
     if (strategy := trl["eval_strategy"] or trl["evaluation_strategy"] or "no") == "no":
         return {}
     every = trl["eval_steps"] or trl["logging_steps"] or 10
-    fields = _interval(trl, strategy, "eval_steps", every, "eval_every", "there is one at the start and at the end")
+    fields = _interval(trl, strategy, "eval_steps", every, "eval_every")
     if not {"eval_data"} & {*trl.ours, *trl.elsewhere}:
         if trl["dataset_name"] and "data" not in trl.elsewhere:
             return {**fields, "eval_data": {"split": trl["dataset_test_split"] or "test"}}
@@ -170,26 +183,36 @@ def evaluation(trl: Translation) -> dict[str, Any]:
 
 
 def saving(trl: Translation) -> dict[str, Any]:
-    if (strategy := trl["save_strategy"] or "no") == "no":
+    if (strategy := trl["save_strategy"] or "no") in ("no", "best"):  # the best is kept by the rule of that name
         return {}
-    if strategy == "best":
-        return trl.refuse("save_strategy", "the last model is saved; keep_best keeps the best", instead="save_every")
     if trl["save_total_limit"] is None and "keep" not in trl.elsewhere:
         trl.notes.append("keep: the 2 newest checkpoints; TRL keeps all without save_total_limit")
-    return _interval(trl, strategy, "save_steps", trl["save_steps"], "save_every", "there is one at the end")
+    return _interval(trl, strategy, "save_steps", trl["save_steps"], "save_every")
 
 
-def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str, otherwise: str) -> dict[str, Any]:
-    """The steps between two evaluations or checkpoints; below 1, TRL's are a share of all steps."""
-    every, steps = float(every), int(trl["max_steps"])
+def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str) -> dict[str, Any]:
+    """The interval between two evaluations or checkpoints; below 1, it is a share of all steps in both."""
     if strategy not in ("steps", "epoch"):
         return trl.refuse(name.replace("steps", "strategy"), f"{strategy!r} is none of no, steps, epoch", instead=field)
     if strategy == "epoch":
-        trl.notes.append(f"{field} counts steps, not epochs; {otherwise}")
+        return {field: "epoch"}
+    every = float(every)
+    return {field: every if every < 1 else int(every)}
+
+
+def best(trl: Translation) -> dict[str, Any]:
+    """The metric by which the best checkpoint is kept."""
+    if not trl["load_best_model_at_end"] and trl["save_strategy"] != "best":
         return {}
-    if every < 1 and steps < 1:
-        return trl.refuse(name, f"{every} is a share of the steps, whose number max_steps does not say", instead=field)
-    return {field: math.ceil(every * steps) if every < 1 else int(every)}
+    metric = re.sub("^eval[_/]", "", str(trl["metric_for_best_model"] or "loss"))
+    greater = trl["greater_is_better"]
+    if greater is None:
+        greater = not metric.endswith("loss")  # as in transformers' Trainer
+    if trl["load_best_model_at_end"]:
+        trl.notes.append(
+            "load_best_model_at_end: the best checkpoint is kept, and model/ holds the weights of the last step"
+        )
+    return {"keep_best": f"max:eval/{metric}" if greater else f"eval/{metric}"}
 
 
 def supervised_loss(trl: Translation) -> dict[str, Any]:
@@ -218,7 +241,10 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
         return trl.refuse("loss_type", f"of {', '.join(kinds)} {both}", instead="loss")
     fields: dict[str, Any] = {"logprob_reduction": "mean"} if mean else {}
     mix = {losses[kind]: float(weight) for kind, weight in zip(kinds, weights, strict=True)}
-    if "loss_type" in trl.given:
+    regularizer = float(trl.given.get("rpo_alpha") or 0)  # RPO, of TRL up to 0.20
+    if regularizer:
+        mix["nll"] = mix.get("nll", 0.0) + regularizer
+    if "loss_type" in trl.given or regularizer:
         fields["loss"] = next(iter(mix)) if list(mix.values()) == [1.0] else mix
     if "discopop_tau" in trl.given and "discopop" in kinds:
         fields["loss_kwargs"] = {"tau": float(trl["discopop_tau"])}

@@ -1,6 +1,7 @@
 """Inserting, loading and merging the adapters of peft."""
 
 import copy
+import dataclasses
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,31 @@ log = logging.getLogger(__name__)
 _ADAPTER_PARTS = ("lora_", "original_module", "modules_to_save.reference")
 # Options of peft's LoraConfig whose adapters change more than a weight.
 _UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
+
+
+# Fields of LoraConfig that a recipe sets, or that say where an adapter came from.
+_SET_BY_RECIPE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+                  "inference_mode"}  # fmt: skip
+
+
+def settings_of_peft(config: Any) -> Lora:
+    """A LoraConfig of peft's as settings of ours; fields that ours don't have are its ``kwargs``.
+
+    Raises:
+        ValueError: if it configures another kind of adapter.
+    """
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"lora: wanted a LoraConfig, or a mapping of its fields, got {type(config).__name__}")
+    names = [each.name for each in dataclasses.fields(config) if each.name not in _SET_BY_RECIPE]
+    given = {name: getattr(config, name) for name in names}
+    targets = given.pop("target_modules")
+    own = {"alpha": given.pop("lora_alpha"), "dropout": given.pop("lora_dropout")}
+    own["target_modules"] = sorted(targets) if isinstance(targets, set | list) else targets
+    for each in dataclasses.fields(Lora):
+        if each.name in given:
+            own[each.name] = given.pop(each.name)
+    plain = LoraConfig()
+    return Lora(**own, kwargs={name: value for name, value in given.items() if value != getattr(plain, name)})
 
 
 def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
@@ -73,7 +99,7 @@ def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
 
 def _adapts_tied(model: Any, lora: Lora) -> bool:
     """True if a module that gets adapters, or trains whole, shares its weight with another."""
-    named = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules]
+    named = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules or ""]
     adapted = {_last_part(name) for name in (*named, *(lora.modules_to_save or ()))}
     tied_weights = (path for pair in model.all_tied_weights_keys.items() for path in pair)
     tied = {_last_part(path.rpartition(".")[0]) for path in tied_weights}

@@ -247,6 +247,9 @@ def open_run(
     if config.streaming:
         if config.steps is None:
             raise ValueError("streaming: wanted steps, as an epoch has no known length")
+        for name in ("eval_every", "save_every"):
+            if getattr(config, name) == "epoch":
+                raise ValueError(f"{name}: an epoch of streamed data has no known length; give a number of steps")
         by_step = replace(tokenization(config), cached=False)
         encode_rows = partial(encode, tokenizer=tokenizer, options=by_step, **options)
         order: dict[str, Any] = {name: getattr(config, name) for name in ("batch_size", "seed", "shuffle")}
@@ -312,6 +315,8 @@ def open_accelerator(config: Common) -> Accelerator:
     # Its own: the shared one is changed by runs of another precision, and by the `TrainingArguments` of transformers.
     accelerator.state.__dict__ = dict(vars(accelerator.state))
     check_ranks(config, accelerator)
+    if config.tf32 is not None:
+        torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     accelerator.gradient_state._set_sync_gradients(True)  # left by a run that failed between two micro-batches
     set_seed(config.seed)
     check_directory(config)

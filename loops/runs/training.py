@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
+from ..config import Interval
 from ..models.io import save_model
 from ..registry import nearest
 from ..train import optimizers
@@ -141,8 +143,7 @@ class Training:
             raise RuntimeError(
                 f"training: it ended at step {self.step} of {steps}; continue it in another run, by resume=True"
             )
-        rows_per_step = getattr(config, "batch_size", None) or config.prompts_per_rollout / config.steps_per_rollout
-        epoch = len(context.data) / rows_per_step
+        epoch = float(self.steps_per_epoch)
         AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`
         taken = optimize(
             self.state["policy"],
@@ -223,8 +224,27 @@ class Training:
         examples = examples or gather_object([index for part in plan for index in part])
         return f"{what} {from_main(self.context.accelerator, lambda: self.context.name_rows(step, examples))}"
 
-    def _due(self, step: int, every: int | None) -> bool:
-        return step == self.feed.steps or (every is not None and step % every == 0)
+    @property
+    def steps_per_epoch(self) -> Fraction:
+        """Steps that one pass over the data takes; the end of an epoch may lie within a step."""
+        config = self.context.config
+        if hasattr(config, "batch_size"):
+            rows_per_step = Fraction(config.batch_size)
+        else:
+            rows_per_step = Fraction(config.prompts_per_rollout, config.steps_per_rollout)
+        return len(self.context.data) / rows_per_step
+
+    def _due(self, step: int, every: Interval | None) -> bool:
+        """True after the last step, and after each one that an interval of the settings ends with."""
+        if step == self.feed.steps:
+            return True
+        if every is None:
+            return False
+        if every == "epoch":
+            return step // self.steps_per_epoch > (step - 1) // self.steps_per_epoch
+        if every < 1:
+            every = math.ceil(every * self.feed.steps)
+        return step % every == 0
 
     def evaluate(self) -> dict[str, float]:
         """The metrics ``eval/...`` of the model as it is, on ``eval_data``. Every rank calls it.

@@ -17,7 +17,7 @@ from burnish.objectives import PerPair, Stats, dpo
 from datasets import Dataset
 from forked import run_forked
 from grids import exhaustive
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -97,6 +97,79 @@ def test_a_loop_that_does_nothing_ends_in_the_weights_of_the_command(recipe, dty
     lines = [json.loads(line) for line in (tmp_path / "command/metrics.jsonl").read_text().splitlines()]
     assert losses == [line["loss"] for line in lines]
     assert_same(weights(AutoModelForCausalLM.from_pretrained(tmp_path / "command/model")), weights(model))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"per_device_train_batch_size": 4}, "per_device_train_batch_size is batch_size=4"),
+        ({"train_dataset": PAIRS, "eval_dataset": PAIRS}, "train_dataset is data=; eval_dataset is eval_data="),
+        ({"peft_config": LoraConfig()}, "peft_config is lora=, which takes a LoraConfig too"),
+        (
+            {"args": object(), "processing_class": None},
+            "args is the arguments themselves, .*processing_class is tokenizer=",
+        ),
+        ({"num_train_epochs": 2, "bf16": True}, "num_train_epochs is epochs=2; bf16 is dtype='bfloat16'"),
+        ({"use_peft": True, "lora_r": 4}, r"use_peft is lora=\{'r': 4\}"),
+        ({"logging_steps": 5}, r"logging_steps is to be left out \(every step is logged\)"),
+        ({"push_to_hub": True}, "push_to_hub: nothing is uploaded yet"),
+        ({"callbacks": []}, "callbacks is the body of your loop"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_an_argument_of_trl_is_answered_with_ours(given, told, model, tokenizer):
+    data = {} if "train_dataset" in given else {"data": PAIRS}
+    with pytest.raises(ValueError, match=rf"dpo: of TRL's arguments, .*{told}"):
+        burnish.dpo(model=model, tokenizer=tokenizer, **data, **given)
+
+
+def test_every_argument_of_a_trainer_of_trl_is_answered():
+    trl = pytest.importorskip("trl")
+    for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"):
+        recipe = name.lower()
+        theirs = inspect.signature(getattr(trl, f"{name}Trainer").__init__).parameters.keys() - {"self", "kwargs"}
+        ours = inspect.signature(getattr(burnish, recipe)).parameters
+        for argument in sorted(theirs - ours.keys()):
+            with pytest.raises(ValueError, match=f"{recipe}: of TRL's arguments, {argument} is "):
+                getattr(burnish, recipe)("m", [], **{argument: None})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("config", "ours"),
+    [
+        (LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["v_proj", "q_proj"]),
+         {"r": 4, "alpha": 8, "dropout": 0.1, "target_modules": ["q_proj", "v_proj"]}),
+        (LoraConfig(task_type="CAUSAL_LM", use_rslora=True, rank_pattern={"q_proj": 2}),
+         {"r": 8, "alpha": 8, "use_rslora": True, "target_modules": None, "kwargs": {"rank_pattern": {"q_proj": 2}}}),
+        (LoraConfig(r=2, target_modules="all-linear", init_lora_weights="gaussian", modules_to_save=["embed_tokens"]),
+         {"r": 2, "alpha": 8, "init_lora_weights": "gaussian", "modules_to_save": ["embed_tokens"]}),
+    ],
+    ids=["layers", "patterns", "embeddings"],
+)  # fmt: skip
+def test_a_configuration_of_peft_trains_as_the_same_settings_do(config, ours, dtype, saved, tokenizer):
+    trained = []
+    for lora in (config, ours):
+        run = burnish.dpo(str(saved), PAIRS, tokenizer=tokenizer, lora=lora, dtype=dtype, **SETTINGS)
+        run.train()
+        trained.append(weights(run.model))
+    assert_same(*trained)
+    assert any("lora_A" in name for name in trained[0])
+
+
+def test_another_kind_of_adapter_than_lora_is_refused_by_its_class(model, tokenizer):
+    with pytest.raises(ValueError, match="lora: wanted a LoraConfig, or a mapping of its fields, got IA3Config"):
+        burnish.dpo(model, PAIRS, tokenizer=tokenizer, lora=IA3Config())
+
+
+def test_products_are_in_tf32_where_a_run_asks_for_it_and_as_torch_has_it_elsewhere(model, tokenizer):
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32, precision in ((True, "high"), (None, "high"), (False, "highest")):
+            burnish.sft(model, DEMONSTRATIONS, tokenizer=tokenizer, tf32=tf32, **SETTINGS)
+            assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])

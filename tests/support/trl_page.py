@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import yaml
+from burnish.loops.cli import launch
 from burnish.loops.cli.trl import table, translate
 from burnish.loops.recipes import settings_of
 
@@ -25,10 +26,14 @@ A command line moves over by its first words, and may be pasted as it is after `
 | `trl dpo --beta 0.2` | `burnish dpo --beta 0.2` |
 | `trl dpo --config trl.yaml --beta 0.2` | `burnish dpo --config trl.yaml --beta 0.2` |
 | `accelerate launch --num_processes 8 dpo.py --beta 0.2` | `torchrun --nproc_per_node 8 -m burnish dpo --beta 0.2` |
+| `accelerate launch --config_file zero3.yaml --num_processes 8 dpo.py` | the same, and `--parallel.dp_shard_size 8` |
 | to read it first | `burnish translate accelerate launch --num_processes 8 dpo.py --beta 0.2` |
 
-Only what a file says is translated: where it says nothing, burnish's defaults hold, and a run begins with a line on
-those that differ. `--defaults trl` (or `defaults: trl` in the file) takes TRL's.
+The ranks of a launch line share the model here as they do there ([below](#launch-lines)).
+
+Only what a file says is translated: where it says nothing, burnish's defaults hold. A run begins with three lines at
+most on what differs; `burnish translate` prints all of it. `--defaults trl` (or `defaults: trl` in the file) takes
+TRL's defaults.
 
 Means, ranks and the KL of KTO are over the whole step, on all ranks, however it is split. TRL takes some of them over
 each micro-batch: `aot`, `sft`, `bnpo` and the nll of CPO and ORPO, where a run with `gradient_accumulation_steps` or
@@ -59,6 +64,31 @@ def defaults():
             default = config[field].default
             if default != value:
                 yield recipe, field, default, value
+
+
+LAUNCH = """
+A file of accelerate's, of DeepSpeed's or of FSDP's settings is read where it is; one that is not here, by its name,
+such as `deepspeed_zero3.yaml`. `burnish translate` prints the line of torchrun, and the file that shards as the launch
+line does. ZeRO and FSDP become FSDP2 (`parallel.dp_shard_size`) over all ranks, or over those of a machine
+(`HYBRID_SHARD`): the stages 1 and 2 of ZeRO, too, whose ranks keep all parameters there. A setting of burnish's own,
+such as `--parallel.dp_shard_size 4`, wins over the launch line.
+"""
+
+
+def launch_lines():
+    """The section on launchers, made from their table."""
+    names = launch.names()
+    rows = []
+    for name, keys in names["presets"].items():
+        shards = names["types"][keys["distributed_type"]] in ("fsdp", "deepspeed")
+        copies = "one rank" if keys["distributed_type"] == "NO" else "a copy on each rank"
+        rows.append((f"`{name}`", "`parallel.dp_shard_size`: all ranks" if shards else copies))
+    text = ["", "## Launch lines", *LAUNCH.rstrip().splitlines(), ""]
+    text += lines("", rows, ("file", "how the model is shared"))[3:]
+    text += ["", f"Read together: {code(names['rules']['sharding'])}.", ""]
+    rows = [("taken by torchrun, or without effect", why, code(each)) for why, each in names["ignored"].items()]
+    rows += [("refused, unless off", why, code(each)) for why, each in names["refused"].items()]
+    return [*text, *lines("", rows, ("", "because", "flags and keys"))[3:]]
 
 
 def page():
@@ -106,6 +136,9 @@ def page():
     text += lines("Scripts", rows, ("TRL", "burnish, in TRL's names"))
     rows = [(why, code(each)) for why, each in names["refused"].items()]
     text += lines("Refused, unless they are off", rows, ("because", "TRL"))
+    text += launch_lines()
+    rows = [(f"`{name}`", ours.replace("|", "or")) for name, ours in names["python"].items()]
+    text += lines("Arguments of TRL's trainers in Python", rows, ("TRL", "burnish"))
     return "\n".join(text) + "\n"
 
 

@@ -362,10 +362,16 @@ def test_infinity_may_be_spelled_as_in_yaml(burnish, flags):
 
 
 def test_mistakes_in_a_file_of_trl_are_told_with_those_of_flags(burnish):
-    yaml = "per_device_train_batch_size: 2\nfsdp: full_shard\nmax_lenght: 3\n"
+    yaml = "per_device_train_batch_size: 2\ntorch_compile: true\nmax_lenght: 3\n"
     status, printed, *_ = burnish("dpo", ["--schedule", "cosin", "--learning_rate", "-1"], yaml=yaml)
     assert status == 2
-    for wanted in ("4 mistakes", "fsdp: ", "did you mean 'max_length'?", "schedule: ", "learning_rate: must be >= 0"):
+    for wanted in (
+        "4 mistakes",
+        "torch_compile: ",
+        "did you mean 'max_length'?",
+        "schedule: ",
+        "learning_rate: must be >= 0",
+    ):
         assert wanted in printed
 
 

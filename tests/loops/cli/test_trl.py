@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -55,7 +56,8 @@ def trained(burnish, model, tmp_path, caplog):
         mine |= {"data": write_rows(tmp_path / "data.jsonl", rows), "max_steps": 2, "report_to": "none"}
         mine |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "attn_implementation": "sdpa"}
         words = [str(word) for name, value in mine.items() for word in (f"--{name}", value)]
-        status, out, err = burnish(name.split("/")[-2], RECIPES[name], *words, *flags)
+        uploaded = ["--push_to_hub", "false"] if RECIPES[name].get("push_to_hub") else []
+        status, out, err = burnish(name.split("/")[-2], RECIPES[name], *words, *uploaded, *flags)
         assert status == 0, out + err
         lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
         assert lines[-1]["step"] == 2
@@ -74,7 +76,6 @@ def test_a_file_of_trl_trains_a_model_on_messages(trained):
     expected = {"learning_rate": 4e-5, "max_grad_norm": 0.2, "max_length": 32768, "warmup": 0.03, "seed": 42}
     expected |= {"schedule": "cosine", "batch_size": 4, "steps": 2, "report_to": "none", "dtype": "float32"}
     assert {name: config[name] for name in expected} == expected
-    assert "no effect here: hub_model_id, hub_strategy, push_to_hub: nothing is uploaded" in logged
     assert "train_on: of messages only the assistants' tokens are trained" in logged
 
 
@@ -92,9 +93,8 @@ def test_a_file_of_trl_trains_a_model_on_pairs_by_adapters(trained):
 
 def test_a_file_of_trl_trains_a_model_by_odds_ratios(trained):
     flags = ["--lr_scheduler_type", "linear", "--optim", "adamw_torch", "--dataset_num_proc", "1"]
-    config, logged = trained("zephyr-141b-A35b/orpo/config_full", PAIRS, *flags)
+    config, _ = trained("zephyr-141b-A35b/orpo/config_full", PAIRS, *flags)
     assert (config["odds_ratio"], config["warmup"], config["schedule"]) == (0.05, 100, "linear")
-    assert "no effect here: max_prompt_length: the limit on the prompt alone is gone from TRL too" in logged
 
 
 def test_a_file_of_trl_trains_a_policy_by_a_reward_of_trl(trained, tmp_path):
@@ -202,11 +202,11 @@ def test_a_flag_that_is_nearly_trls_is_told_with_trls_name(burnish):
 
 def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
     name = "zephyr-7b-beta/dpo/config_qlora"
-    file = RECIPES[name]
+    file = {**RECIPES[name], "push_to_hub": False}
     direct = shown(burnish, "dpo", file)
     status, printed, _ = burnish("translate dpo", file)
     assert status == 0
-    assert "# no effect here: hub_model_id, push_to_hub: nothing is uploaded" in printed
+    assert "# no effect here: hub_model_id: without push_to_hub nothing is uploaded, as in TRL" in printed
     assert shown(burnish, "dpo", printed) == direct
     status, printed, _ = burnish("translate dpo", {**file, "optim": "galore_adamw"})
     assert status == 1
@@ -219,7 +219,6 @@ def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
         (["translate"], 2, "usage: burnish translate"),
         (["translate", "dpoo", "trl.yaml"], 2, "usage: burnish translate"),
         (["translate", "dpo", "nosuch.yaml"], 1, "nosuch.yaml: No such file or directory"),
-        (["translate", "dpo", "--beta", "0.2"], 1, "--beta: no name of TRL's"),
         (["translate", "python", "dpo_vlm.py", "--beta", "0.2"], 2, "no recipe for 'dpo_vlm', did you mean 'dpo'?"),
         (["translate", "python", "nash_md.py"], 2, "no recipe for 'nash_md'"),
     ],
@@ -231,16 +230,35 @@ def test_a_mistake_in_translate_is_told(words, status, told, capsys):
 
 def test_translate_reads_flags_without_a_file(capsys):
     assert main(["translate", "sft", "--model_name_or_path", "m", "--loss_type", "dft", "--steps", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert yaml.safe_load(printed) == {"model": "m", "loss": "dft"}
-    assert "# and the flags --steps 3" in printed
+    assert yaml.safe_load(capsys.readouterr().out) == {"model": "m", "loss": "dft", "steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("trl dpo --beta 0.2", {"beta": 0.2}),  # the example of the help
+        ("dpo --learning_rate 1e-5", {"learning_rate": 1e-5}),
+        ("trl sft --lora.r 8 --resume", {"lora": {"r": 8}, "resume": True}),
+    ],
+)
+def test_translate_takes_a_command_whose_names_are_those_of_both(words, expected, capsys):
+    assert main(["translate", *words.split()]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == expected
+
+
+def test_translate_prints_a_file_of_ours_as_it_is_and_refuses_what_nobody_knows(burnish):
+    status, printed, _ = burnish("translate dpo", {"beta": 0.2, "lora": {"r": 8}}, "--epochs", "2")
+    assert (status, yaml.safe_load(printed)) == (0, {"beta": 0.2, "lora": {"r": 8}, "epochs": 2})
+    status, printed, _ = burnish("translate dpo", {"beta": 0.2}, "--epoch", "2")
+    assert (status, yaml.safe_load(printed)) == (1, {"beta": 0.2})
+    assert "# refused: no field 'epoch', did you mean 'epochs'?" in printed
 
 
 def test_translate_reads_a_command_as_it_is_pasted(burnish, capsys):
     command = "accelerate launch --num_processes 4 examples/scripts/kto.py --model_name_or_path m --dataset_name d"
     assert main(["translate", *command.split(), "--per_device_train_batch_size", "2", "--output_dir", "o"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("# burnish kto --config")
+    assert printed.startswith("# torchrun --nproc_per_node 4 -m burnish kto --config with this file\n")
     assert "# num_processes: the batch is that of so many; torchrun or accelerate launch starts them" in printed
     config = shown(burnish, "kto", printed)
     assert (config["model"], config["data"], config["batch_size"], config["output"]) == ("m", "d", 8, "o")
@@ -301,9 +319,29 @@ def test_a_difference_is_told_unless_its_field_is_set(burnish, caplog):
         ("dpo", {}, "dtype float32 (bfloat16)"),
     ],
 )
-def test_what_trains_otherwise_without_a_word_of_the_file_is_told_at_the_start(burnish, caplog, recipe, given, told):
-    shown(burnish, recipe, {**MINIMAL, **given})
-    assert told in caplog.text
+def test_what_trains_otherwise_without_a_word_of_the_file_is_told_by_translate(burnish, recipe, given, told):
+    _, printed, _ = burnish(f"translate {recipe}", {**MINIMAL, **given})
+    assert told in printed
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_begins_with_three_lines_at_most_about_names_of_trl(burnish, caplog, name):
+    refused = ("push_to_hub", "eos_token", "reward_funcs", "reward_weights", "num_generations", "model_revision")
+    left_out = [key for key in RECIPES[name] if key in refused or key.startswith("code_")]
+    config = {key: value for key, value in RECIPES[name].items() if key not in left_out}
+    rewards = ["--rewards", "{math: 1}"] if "grpo" in name else []
+    shown(burnish, name.split("/")[-2], {**config, "output_dir": "o"}, *rewards)
+    said = [text for text in caplog.messages if text.startswith("TRL: ")]
+    assert 1 <= len(said) <= 3
+    assert len(said) < 3 or re.fullmatch(
+        r"TRL: \d+ more, of less weight: burnish translate \w+, with .* prints them", said[-1]
+    )
+
+
+def test_few_differences_are_all_told_at_the_start(burnish, caplog):
+    shown(burnish, "sft", {**MINIMAL, "train_on": "all"}, "--defaults", "trl")
+    said = [text for text in caplog.messages if text.startswith("TRL: ")]
+    assert len(said) <= 3 and not [text for text in said if "defaults that differ" in text]
 
 
 def test_what_is_set_is_not_told(burnish, caplog):

@@ -21,8 +21,8 @@ from trl_page import COMMANDS, RECIPES
 # What the other configurations have can all be translated.
 REFUSED = {
     "smollm3/sft/sft": {"eos_token", "model_revision"},
-    "smollm3/sft/mid": {"eos_token", "save_steps"},
-    "smollm3/dpo/apo": {"save_steps", "model_revision"},
+    "smollm3/sft/mid": {"eos_token"},
+    "smollm3/dpo/apo": {"model_revision"},
     "OpenR1-Distill-7B/sft/config_distill": {"eos_token"},
     "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo": {"reward_funcs"},
     "Qwen2.5-1.5B-Instruct/grpo/config_demo": {"reward_funcs"},
@@ -31,13 +31,13 @@ REFUSED = {
         *("reward_funcs", "num_generations", "code_language", "code_eval_test_batch_size")
     },
     "Qwen2.5-Coder-7B-Instruct/grpo/config_codeforces": {
-        *("reward_funcs", "save_steps", "code_eval_scoring_mode", "code_eval_test_batch_size")
+        *("reward_funcs", "code_eval_scoring_mode", "code_eval_test_batch_size")
     },
 }
 
 
-# Of scripts: batches that the other flags don't make up, and a part of steps that are not known.
-REFUSED_FLAGS = {"sft": {"eos_token"}, "grpo": {"generation_batch_size"}, "dpo_online": {"save_steps"}}
+# Of scripts: batches that the other flags don't make up.
+REFUSED_FLAGS = {"sft": {"eos_token"}, "grpo": {"generation_batch_size"}}
 REFUSED_FLAGS["grpo_continuous_batching"] = {"num_generations"}
 
 # Of TRL's defaults, where vLLM samples.
@@ -67,7 +67,8 @@ def test_every_key_of_a_real_configuration_is_translated_told_or_refused(name, t
     file.write_text(json.dumps(configuration))
     _, left, out = read(recipe, settings_of(recipe), ["--config", str(file)])
     assert left == []
-    assert set(out.refused) == REFUSED.get(name, set())
+    uploaded = {"push_to_hub"} if configuration.get("push_to_hub") else set()
+    assert set(out.refused) == REFUSED.get(name, set()) | uploaded
     assert all(name in line for name, line in out.refused.items())
     accounted = {key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys} | set(out.refused)
     assert accounted == set(configuration)
@@ -86,13 +87,13 @@ def words_of(flags):
 @pytest.mark.parametrize("script", COMMANDS)
 def test_every_flag_of_a_script_of_trl_is_translated_told_or_refused(script):
     flags = COMMANDS[script]
-    recipe, *words = from_command(["accelerate", "launch", f"examples/scripts/{script}.py", *words_of(flags)])
-    _, left, out = read(recipe, settings_of(recipe), words)
+    command = from_command(["accelerate", "launch", f"examples/scripts/{script}.py", *words_of(flags)])
+    _, left, out = read(command.recipe, settings_of(command.recipe), command.flags)
     assert left == []
     assert all(line.startswith(f"{name}: ") for name, line in out.refused.items())
     accounted = {key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys} | set(out.refused)
     assert {name.removeprefix("no_") for name in flags} <= accounted
-    assert set(out.refused) == REFUSED_FLAGS.get(script, set())
+    assert set(out.refused) == REFUSED_FLAGS.get(script, set()) | ({"push_to_hub"} & flags.keys())
 
 
 def test_the_flags_are_those_of_twenty_two_scripts():
@@ -108,19 +109,22 @@ def test_the_flags_are_those_of_twenty_two_scripts():
         ("uv run https://host/scripts/sft.py --packing", "sft --packing"),
         ("accelerate launch --num_processes 8 a/dpo.py --beta 1", "dpo --num_processes=8 --beta 1"),
         ("torchrun --nproc-per-node=2 grpo.py --beta 1", "grpo --num_processes=2 --beta 1"),
-        ("accelerate launch --config_file zero3.yaml ppo/ppo_tldr.py --gamma 1", "ppo --gamma 1"),
+        (
+            "accelerate launch --config_file zero3.yaml ppo/ppo_tldr.py --gamma 1",
+            "ppo --accelerate_config=zero3.yaml --gamma 1",
+        ),
         ("python bco.py --beta 1", "kto --loss_type bco --beta 1"),
     ],
 )
 def test_a_command_of_trl_becomes_a_recipe_and_its_flags(command, expected):
-    assert from_command(command.split()) == expected.split()
+    found = from_command(command.split())
+    assert [found.recipe, *found.flags] == expected.split()
 
 
 def test_what_a_script_of_trl_trains_by_default_holds_unless_the_command_has_another():
-    recipe, *words = from_command(
-        ["python", "gkd.py", "--lmbda", "0", "--beta", "1", "--teacher_model_name_or_path", "t"]
-    )
-    ours, _, out = read(recipe, settings_of(recipe), words)
+    words = ["python", "gkd.py", "--lmbda", "0", "--beta", "1", "--teacher_model_name_or_path", "t"]
+    command = from_command(words)
+    ours, _, out = read(command.recipe, settings_of(command.recipe), command.flags)
     assert out.refused == {}
     teacher = {"model": "t", "divergence": "reverse_kl"}
     assert ours == {"on_policy": 0, "max_tokens": 128, "temperature": 0.9, "teacher": teacher}
@@ -128,8 +132,8 @@ def test_what_a_script_of_trl_trains_by_default_holds_unless_the_command_has_ano
 
 @pytest.mark.parametrize("script", table()["scripts"])
 def test_flags_of_a_script_of_trl_are_names_of_the_table(script):
-    recipe, *words = from_command([f"{script}.py"])
-    _, left, out = read(recipe, settings_of(recipe), words)
+    command = from_command([f"{script}.py"])
+    _, left, out = read(command.recipe, settings_of(command.recipe), command.flags)
     assert (left, out.refused) == ([], {})
 
 
@@ -161,7 +165,7 @@ def test_every_field_of_an_experimental_trainer_of_the_installed_trl_is_in_the_t
 def test_the_script_of_distillation_trains_at_the_rate_of_its_trainer_in_the_installed_trl():
     trainer = pytest.importorskip("trl").DistillationConfig
     defaults = {field.name: field.default for field in dataclasses.fields(trainer)}
-    words = dict(zip(*[iter(from_command(["distillation.py"])[1:])] * 2, strict=True))
+    words = dict(zip(*[iter(from_command(["distillation.py"]).flags)] * 2, strict=True))
     values = {name.removeprefix("--"): float(value) for name, value in words.items() if name != "--lmbda"}
     assert values.keys() == {"learning_rate", "beta", "temperature", "max_completion_length"}
     assert values == {name: defaults[name] for name in values}
@@ -369,8 +373,36 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("sft", {"eval_strategy": "steps", "eval_steps": 7}, {"eval_every": 7}),
         ("sft", {"evaluation_strategy": "steps", "logging_steps": 5}, {"eval_every": 5}),
         ("sft", {"eval_strategy": False}, {}),
-        ("sft", {"eval_strategy": "epoch"}, {}),
-        ("sft", {"save_strategy": "steps", "save_steps": 0.25, "max_steps": 10}, {"steps": 10, "save_every": 3}),
+        ("sft", {"eval_strategy": "epoch"}, {"eval_every": "epoch"}),
+        ("sft", {"save_strategy": "epoch"}, {"save_every": "epoch"}),
+        ("sft", {"eval_strategy": "steps", "eval_steps": 0.2}, {"eval_every": 0.2}),
+        ("sft", {"load_best_model_at_end": True}, {"keep_best": "eval/loss"}),
+        ("sft", {"load_best_model_at_end": False, "metric_for_best_model": "loss"}, {}),
+        (
+            "dpo",
+            {"load_best_model_at_end": True, "metric_for_best_model": "eval_rewards/accuracies"},
+            {"keep_best": "max:eval/rewards/accuracies"},
+        ),
+        (
+            "dpo",
+            {"load_best_model_at_end": True, "metric_for_best_model": "rewards/margins", "greater_is_better": False},
+            {"keep_best": "eval/rewards/margins"},
+        ),
+        ("sft", {"save_strategy": "best", "metric_for_best_model": "eval_loss"}, {"keep_best": "eval/loss"}),
+        ("sft", {"tf32": True}, {"tf32": True}),
+        ("sft", {"preprocessing_num_workers": 4}, {"dataset_num_proc": 4}),
+        ("sft", {"use_flash_attention_2": True}, {"attention": "flash_attention_2"}),
+        ("sft", {"use_flash_attention_2": False}, {}),
+        ("dpo", {"rpo_alpha": 0.5}, {"loss": {"dpo": 1.0, "nll": 0.5}}),
+        (
+            "dpo",
+            {"rpo_alpha": 1, "loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]},
+            {"loss": {"dpo": 0.8, "nll": 1.2}},
+        ),
+        ("dpo", {"rpo_alpha": None, "loss_type": "ipo"}, {"loss": "ipo", "logprob_reduction": "mean"}),
+        ("dpo", {"mixed_precision": "bf16", "bf16": False}, {"dtype": "bfloat16"}),
+        ("dpo", {"mixed_precision": "no"}, {}),
+        ("sft", {"save_strategy": "steps", "save_steps": 0.25, "max_steps": 10}, {"steps": 10, "save_every": 0.25}),
         ("sft", {"save_strategy": "steps"}, {"save_every": 500}),
         ("sft", {"save_strategy": "no", "save_steps": 5}, {}),
         ("sft", {"use_peft": True}, LORA),
@@ -563,8 +595,10 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("sft", {"fp16": True}, "fp16.*float16.*give dtype"),
         ("sft", {"torch_dtype": "float16"}, "torch_dtype.*float16"),
         ("sft", {"num_train_epochs": 0.5}, "num_train_epochs: 0.5 is a part.*steps"),
-        ("sft", {"save_strategy": "steps", "save_steps": 0.1}, "save_steps: 0.1 is a share.*save_every"),
-        ("sft", {"save_strategy": "best"}, "save_strategy: the last model is saved; keep_best"),
+        ("sft", {"push_to_hub": True}, "push_to_hub: nothing is uploaded yet.*give false, .*hf upload"),
+        ("sft", {"push_to_hub_revision": True}, "push_to_hub_revision: nothing is uploaded yet"),
+        ("sft", {"mixed_precision": "fp16"}, "mixed_precision: there is no float16 with loss scaling"),
+        ("sft", {"mixed_precision": "fp8"}, "mixed_precision: there is no fp8; there are bfloat16 and float32"),
         ("sft", {"lr_scheduler_type": "cosinus"}, "'cosinus' is none of linear, cosine"),
         ("sft", {"optim": "adamw_8bits"}, "optim: there is no 'adamw_8bits', did you mean 'adamw_8bit'"),
         ("sft", {"optim": "galore_adamw"}, "optim: there is no 'galore_adamw'.*give optimizer instead"),
@@ -682,8 +716,8 @@ def test_evaluations_that_are_off_are_not_told_of():
     ],
 )
 def test_what_no_value_says_is_told(recipe, told):
-    notes = read(recipe, settings_of(recipe), ["--per_device_train_batch_size", "2"])[2].notes
-    assert any(note.startswith(told) for note in notes)
+    silent = read(recipe, settings_of(recipe), ["--per_device_train_batch_size", "2"])[2].silent
+    assert any(each.startswith(told) for each in silent)
 
 
 def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):

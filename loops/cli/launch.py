@@ -1,0 +1,372 @@
+"""Launch lines of accelerate, torchrun and deepspeed: how many ranks they start, and how these share the model.
+
+`expanded` brings files and flags of all of them to one vocabulary, the names of `accelerate launch`; the rule
+`sharding` makes our fields of it, and `command` the line of torchrun that starts the same ranks.
+"""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .trl_rules import Translation, as_list
+
+_OFF = (None, False, "", "no", "none", "None", "false", "False", 0)
+# Sections of a file of accelerate's, and what its flags have before the names of their keys.
+_GROUPS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "parallelism_config": "parallelism_config_",
+           "megatron_lm_config": "", "dynamo_config": "dynamo_", "mpirun_config": "", "fp8_config": "fp8_"}  # fmt: skip
+_OFF_IS_ASKED = ("distributed_type", "zero_stage", "fsdp_reshard_after_forward")  # other keys that are off ask nothing
+_STARTED_BY_TRL = 8  # processes, by each of the files that TRL ships
+
+
+@cache
+def names() -> dict[str, Any]:
+    parsed: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("launch_names.yaml").read_text())
+    return parsed
+
+
+class Unreadable(ValueError):
+    """A file of a launch line that can't be read, and whose name does not say what is in it."""
+
+
+def expanded(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+    """Given names, and with them what the files among their values say; flags win over files.
+
+    Returns:
+        Names and values; notes; and why a name is refused.
+    """
+    words, notes, refused = dict(given), list[str](), dict[str, str]()
+    for name, read in _FILES.items():
+        value = words.get(name)
+        if value in _OFF:
+            continue
+        try:
+            found, said = read(value)
+        except Unreadable as error:
+            refused[name] = f"{name}: {error}"
+            continue
+        words = {**found, **words}
+        notes += [f"{name}: {each}" for each in said]
+    return words, notes, refused
+
+
+def _accelerate_file(value: Any) -> tuple[dict[str, Any], list[str]]:
+    """The keys of a file of accelerate's, or those that its name stands for."""
+    path = Path(str(value))
+    if not path.is_file():
+        preset = names()["presets"].get(_plain(path.stem))
+        if preset is None:
+            raise Unreadable(f"there is no {value} here, and its name is none of {', '.join(names()['presets'])}")
+        if path.suffix:
+            return preset, [f"there is no {value} here; it is read by its name, as {_plain(path.stem)} in bf16"]
+        return {**preset, "num_processes": _STARTED_BY_TRL}, []
+    keys = _mapping(path)
+    found: dict[str, Any] = {}
+    for key, each in keys.items():
+        if key in _GROUPS:
+            found |= _flat(key, each or {})
+        else:
+            found[names()["renamed"].get(key, key)] = each
+    found = {name: each for name, each in found.items() if name in _OFF_IS_ASKED or (each not in _OFF and each != [])}
+    if found.get("compute_environment") == "LOCAL_MACHINE":
+        del found["compute_environment"]
+    if found.get("distributed_type") == "NO":
+        found["num_processes"] = 1  # as accelerate launches it, whatever the file says
+    if keys.get("parallelism_config"):
+        found["use_parallelism_config"] = True
+    return found, []
+
+
+def _plain(stem: str) -> str:
+    """``zero3`` for deepspeed_zero3, ds-zero3-config or zero_stage_3."""
+    stem = stem.lower().replace("-", "_")
+    stem = re.sub(r"^(deepspeed|ds|accelerate)_|_config$", "", stem)
+    return re.sub(r"^zero_?(stage_?)?(\d)$", r"zero\2", stem)
+
+
+def _flat(group: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = _GROUPS[group]
+    found: dict[str, Any] = {}
+    for key, value in keys.items():
+        name = key if key.startswith(prefix) else prefix + key
+        found[names()["renamed"].get(name, name)] = value
+    return found
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        keys = yaml.safe_load(path.read_text("utf-8"))  # JSON is YAML, too
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise Unreadable(f"{path} can't be read: {error}") from error
+    if not isinstance(keys, dict):
+        raise Unreadable(f"{path} holds no keys and values")
+    return keys
+
+
+def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
+    """What a file of DeepSpeed's, or a mapping in its place, asks for, in the names of accelerate's flags."""
+    keys = value if isinstance(value, Mapping) else None
+    if keys is None and Path(str(value)).is_file():
+        keys = _mapping(Path(str(value)))
+    if keys is None:
+        preset = names()["presets"].get(_plain(Path(str(value)).stem), {})
+        if "zero_stage" not in preset:
+            raise Unreadable(f"there is no {value} here, and its name says no stage, as zero3.json does")
+        return {**preset, "use_deepspeed": True}, [f"there is no {value} here; it is read by its name"]
+    if unknown := [key for key in keys if key not in names()["deepspeed_harmless"]]:
+        raise Unreadable(f"{unknown[0]} has no equivalent here; leave it out")
+    for part, ours in (("optimizer", "optimizer"), ("scheduler", "schedule")):
+        if part in keys:
+            raise Unreadable(f"its {part} is DeepSpeed's own; leave it out, and give {ours}, whose name burnish knows")
+    zero = keys.get("zero_optimization") or {}
+    found = {"use_deepspeed": True, "zero_stage": zero.get("stage", 0)}
+    for kind in ("optimizer", "param"):
+        found[f"offload_{kind}_device"] = (zero.get(f"offload_{kind}") or {}).get("device", "none")
+    for precision in ("bf16", "fp16"):
+        if (keys.get(precision) or {}).get("enabled") is True:  # or auto: as the flags say
+            found["mixed_precision"] = precision
+    return found, []
+
+
+def _fsdp_words(value: Any) -> tuple[dict[str, Any], list[str]]:
+    """``full_shard auto_wrap offload`` of transformers' Trainer."""
+    words = [str(each) for each in as_list(value)]
+    options = {word.lower() for text in words for word in text.split()}
+    found: dict[str, Any] = {"use_fsdp": True}
+    strategies = [word.upper() for word in options if word.upper() in names()["strategies"]]
+    if strategies and strategies[0] not in ("TRUE", "FALSE"):
+        found["fsdp_sharding_strategy"] = strategies[0]
+    if "offload" in options:
+        found["fsdp_offload_params"] = True
+    known = {*strategies, "OFFLOAD", "AUTO_WRAP"}
+    if unknown := sorted(word for word in options if word.upper() not in known):
+        raise Unreadable(
+            f"{unknown[0]!r} is none of full_shard, shard_grad_op, hybrid_shard, no_shard, offload, auto_wrap"
+        )
+    return found, []
+
+
+def _fsdp_settings(value: Any) -> tuple[dict[str, Any], list[str]]:
+    return _settings_of("fsdp_config", value)
+
+
+def _parallelism_settings(value: Any) -> tuple[dict[str, Any], list[str]]:
+    found, notes = _settings_of("parallelism_config", value)
+    return {**found, "use_parallelism_config": True}, notes
+
+
+def _settings_of(group: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+    """A mapping, its JSON, or a file of it."""
+    if isinstance(value, str) and not value.lstrip().startswith("{"):
+        value = _mapping(Path(value))
+    keys = json.loads(value) if isinstance(value, str) else value
+    return _flat(group, keys), []
+
+
+# Names whose values are files, or stand for several settings; in this order, as the first may name the second.
+_FILES = {
+    "accelerate_config": _accelerate_file,
+    "deepspeed_config_file": _deepspeed_file,
+    "deepspeed": _deepspeed_file,
+    "fsdp": _fsdp_words,
+    "fsdp_config": _fsdp_settings,
+    "parallelism_config": _parallelism_settings,
+}
+
+
+def sharding(trl: Translation) -> dict[str, Any]:
+    """The fields by which ranks share the model as a launch line asks; those that are set in our names win."""
+    kind = _kind(trl)
+    fields: dict[str, Any] = {}
+    if kind == "deepspeed":
+        fields = _deepspeed(trl)
+    elif kind == "fsdp":
+        fields = _fsdp(trl)
+    if _on(trl, "use_parallelism_config"):
+        fields |= _parallelism(trl)
+    sizes = {name for name in fields if name.startswith("parallel.")}
+    alone = {name for name in sizes if fields[name] == 1}  # as without the setting
+    return {name: value for name, value in fields.items() if name not in alone and name not in trl.elsewhere}
+
+
+def _on(trl: Translation, name: str) -> bool:
+    value = trl.given.get(name)
+    return value not in _OFF and str(value).lower() not in ("false", "no", "none")
+
+
+def _kind(trl: Translation) -> str:
+    """fsdp, deepspeed, copies or one; by flags if there are any, as in accelerate, else by its file."""
+    for name, kind in (("use_deepspeed", "deepspeed"), ("use_fsdp", "fsdp"), ("multi_gpu", "copies")):
+        if _on(trl, name):
+            return kind
+    asked = str(trl.given.get("distributed_type") or "NO").upper()
+    types: Mapping[str, str] = names()["types"]
+    if asked not in types:
+        trl.refuse("distributed_type", f"{asked!r} is none of {', '.join(types)}", instead="parallel")
+    return types.get(asked, "one")
+
+
+def _ranks(trl: Translation, name: str) -> int | None:
+    """Number of ranks, or None and a refusal where nothing says it."""
+    given = trl.given.get("num_processes") or os.environ.get("WORLD_SIZE") or trl.ranks
+    if given is None:
+        why = "shards over all ranks, and nothing says how many there are; add --num_processes"
+        trl.refuse(name, why, instead="parallel.dp_shard_size")
+    return None if given is None else int(given)
+
+
+def _deepspeed(trl: Translation) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    name = next(
+        (each for each in ("accelerate_config", "deepspeed", "use_deepspeed") if each in trl.given), "zero_stage"
+    )
+    stage = trl.given.get("zero_stage")
+    stage = 2 if stage is None else int(stage)  # accelerate's
+    if stage not in (0, 1, 2, 3):
+        return trl.refuse("zero_stage", f"{stage} is none of 0, 1, 2, 3", instead="parallel.dp_shard_size")
+    if stage and (ranks := _ranks(trl, name)):
+        fields["parallel.dp_shard_size"] = ranks
+        if stage < 3 and ranks > 1:
+            trl.notes.append(
+                f"zero_stage: {stage} leaves each rank all parameters; here they are in shards, too (FSDP)"
+            )
+    if _device(trl, "optimizer") == "cpu":
+        fields["offload_optimizer"] = True
+    if _device(trl, "param") != "none":
+        trl.refuse("offload_param_device", "parameters stay on the GPU", instead="offload_optimizer")
+    return fields
+
+
+def _device(trl: Translation, kind: str) -> str:
+    name = f"offload_{kind}_device"
+    device = str(trl.given.get(name) or "none").lower()
+    if device not in ("none", "cpu"):
+        trl.refuse(name, f"states go to the memory of the host (cpu), not to {device}", instead="offload_optimizer")
+    return device
+
+
+def _fsdp(trl: Translation) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    name = next((each for each in ("accelerate_config", "fsdp", "use_fsdp") if each in trl.given), "distributed_type")
+    setting = next((each for each in _STRATEGY if trl.given.get(each) is not None), "")
+    strategy = str(trl.given.get(setting, "FULL_SHARD")).upper()
+    over = names()["strategies"].get(strategy)
+    if over is None:
+        return trl.refuse(setting, f"{strategy!r} is no way to shard", instead="parallel.dp_shard_size")
+    if over != "none" and (ranks := _ranks(trl, name)):
+        machines = int(trl.given.get("num_machines") or 1)
+        fields["parallel.dp_shard_size"] = ranks // machines if over == "machine" else ranks
+        if strategy in ("SHARD_GRAD_OP", "2", "HYBRID_SHARD_ZERO2", "5", "FALSE"):
+            kept = "keeps the parameters between forward and backward"
+            trl.notes.append(f"{setting}: {strategy} {kept}; here each layer is gathered twice, for less memory")
+    if _on(trl, "fsdp_activation_checkpointing"):
+        fields["gradient_checkpointing"] = True
+    if _on(trl, "fsdp_activation_checkpointing_offload"):
+        fields["gradient_checkpointing"] = "offload"
+    if _on(trl, "fsdp_offload_params"):
+        why = "parameters stay on the GPU; the optimizer's state can go"
+        trl.refuse("fsdp_offload_params", why, instead="offload_optimizer")
+    return fields
+
+
+_STRATEGY = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+
+
+def _parallelism(trl: Translation) -> dict[str, Any]:
+    kinds = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+    sizes = {kind: int(trl.given.get(f"parallelism_config_{kind}_size") or 1) for kind in kinds}
+    together = sizes["tp"] * sizes["cp"] * sizes["sp"]
+    ranks = _ranks(trl, "use_parallelism_config")
+    started = sizes["dp_replicate"] * sizes["dp_shard"] * together
+    if ranks is not None and ranks != started:
+        why = f"its sizes make {started} ranks, and {ranks} are started"
+        return trl.refuse("use_parallelism_config", why, instead="parallel.dp_shard_size")
+    return {
+        "parallel.dp_shard_size": sizes["dp_shard"],
+        "parallel.tp_size": sizes["tp"],
+        "parallel.cp_size": sizes["cp"] * sizes["sp"],  # two ways to split a row
+    }
+
+
+def launched(
+    words: Sequence[str], flags: Sequence[tuple[str, Sequence[str]]]
+) -> tuple[list[str], list[str], list[str]]:
+    """The launcher's part of a command.
+
+    Args:
+        words: those before the script.
+        flags: the flags among them, with their values.
+
+    Returns:
+        Its flags under the names of `accelerate launch`; the variables before it; and notes.
+    """
+    variables = [word for word in words if re.match(r"[A-Za-z_]\w*=", word)]
+    first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
+    known = {"accelerate", "launch", "torchrun", "deepspeed", "trl", "python", "python3", "uv", "run"}
+    left_out = [word for word in words[:first] if word not in variables and Path(word).name not in known]
+    by_name: dict[str, str] = {}
+    for name, values in flags:
+        plain = name.replace("-", "_")
+        by_name[names()["renamed"].get(plain, plain)] = " ".join(values) or "true"
+    if not {"accelerate", "torchrun"} & {Path(word).name for word in words}:
+        by_name.pop("module", None)  # of Python itself
+    per_machine = by_name.pop("nproc_per_node", None) or by_name.pop("num_gpus", None)
+    machines = by_name.get("num_machines", "1")
+    if per_machine is not None and per_machine.isdigit() and machines.isdigit():
+        by_name["num_processes"] = str(int(per_machine) * int(machines))
+    elif per_machine is not None:  # such as gpu: as many as there are
+        by_name["nproc_per_node"] = per_machine
+    if "accelerate" in words and "accelerate_config" not in by_name and (default := _default_file()):
+        by_name["accelerate_config"] = str(default)
+    notes = [f"left out, as no launcher that burnish knows: {' '.join(left_out)}"] if left_out else []
+    if "accelerate" in words and not {"num_processes", "accelerate_config"} & by_name.keys():
+        notes.append(
+            "accelerate launch starts a process for each GPU of the machine; add --num_processes to count them"
+        )
+    return [f"--{name}={value}" for name, value in by_name.items()], variables, notes
+
+
+def _default_file() -> Path | None:
+    """The file that `accelerate config` leaves, which `accelerate launch` reads unless it is given another."""
+    cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = Path(os.environ.get("HF_HOME", f"{cache_home}/huggingface")).expanduser()
+    candidates = (home / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json", "yml"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def command(recipe: str, given: Mapping[str, Any], variables: Sequence[str] = ()) -> str:
+    """The line that starts the ranks of a launch line, to which the configuration is to be added."""
+    said = {name: given.get(name) for name in ("num_processes", "num_machines", "nproc_per_node")}
+    machines = int(said["num_machines"] or 1)
+    settings = [*variables, *_variables(given)]
+    options: list[str] = []
+    for name, theirs in names()["torchrun"].items():
+        value = given.get(name)
+        for_several = name in ("num_machines", "rdzv_backend", "main_process_ip")
+        if value in (*_OFF, "static") or (machines == 1 and for_several):
+            continue
+        options.append(f"--{theirs}" if value is True or value == "true" else f"--{theirs} {shlex.quote(str(value))}")
+    if machines > 1 and given.get("machine_rank") in _OFF:
+        options.append("--node_rank 0")
+    ranks = int(said["num_processes"] or 1)
+    each = said["nproc_per_node"] or max(ranks // machines, 1)
+    if each == 1 and machines == 1:
+        return " ".join([*settings, f"burnish {recipe}"])
+    return " ".join([*settings, "torchrun", f"--nproc_per_node {each}", *options, f"-m burnish {recipe}"])
+
+
+def _variables(given: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name, variable in names()["variables"].items():
+        value = given.get(name)
+        if value in _OFF or value == "all":
+            continue
+        text = "true" if variable == "ACCELERATE_USE_CPU" else str(value)
+        found.append(f"{variable}={shlex.quote(text)}")
+    return found
