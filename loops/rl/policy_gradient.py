@@ -11,6 +11,7 @@ policy_losses       the losses of these tensors, and their weights: total = Σ c
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
 from ...objectives.types import Bound
 from ..batch import Batch, Weights, token_mean
+from ..rollouts.source import SourceError
 from ..runs.training import Training
 from ..train.losses import ENTROPY, TensorReader, Tensors, Term, outputs_for, policy_tensors, tensors_needed, units_of
 from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
@@ -158,8 +160,8 @@ def train_policy(
 
     if old_needed or ref_at_start is not None:
         options["measure"] = measure
-    mismatch = SamplerMismatch(context.accelerator, config.old_logprobs)
-    feed = RolloutFeed(context, advantages, first_step=mismatch.warn_of_clipping, **options)
+    mismatch = SamplerMismatch(context.accelerator, config.old_logprobs, config.logp_bound)
+    feed = RolloutFeed(context, advantages, first_step=mismatch.check_first_step, **options)
 
     ref_logp = reference if ref_at_start is None else lambda batch: batch.columns["ref_logp"]
     forward = policy_tensors(reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature)
@@ -217,10 +219,11 @@ class SamplerMismatch:
 
     Args:
         old_logprobs: of the denominator of the losses' ratios, "sampled" or "recomputed".
+        bound: mean difference of log-probs, in nats per token, above which the weights are other ones.
     """
 
-    def __init__(self, accelerator: Accelerator, old_logprobs: str | None = None) -> None:
-        self.accelerator, self.old_logprobs = accelerator, old_logprobs
+    def __init__(self, accelerator: Accelerator, old_logprobs: str | None = None, bound: float = math.inf) -> None:
+        self.accelerator, self.old_logprobs, self.bound = accelerator, old_logprobs, bound
         self.silent = not accelerator.is_main_process
         # Of each micro-batch, float64: N, Σ ρ, Σ ρ², and the largest |log ρ|, ρ and -ρ.
         self.parts: list[Tensor] = []
@@ -254,13 +257,34 @@ class SamplerMismatch:
             "sampling/importance_ratio/min": -lowest,
         }
 
-    def warn_of_clipping(self, metrics: Mapping[str, float]) -> None:
-        """Warn once if the first step on a rollout clips, before learning from it could change a ratio.
+    def check_first_step(self, metrics: Mapping[str, float]) -> None:
+        """Judge the first step on a rollout, whose forward pass saw the weights that sampled it.
 
-        Ratios of older completions do change, and are not counted.
+        Completions of older weights are not judged: their log-probs do differ.
+
+        Args:
+            metrics: of the step, over all ranks, so that all of them raise.
+
+        Raises:
+            SourceError: if log-probs differ by more than the bound.
         """
+        if metrics.get("age/max", 0.0) > 0:
+            return
+        difference = metrics.get("sampling/logp_difference", 0.0)
+        if difference > self.bound:
+            raise SourceError(
+                "sampling: in the first step on a rollout, before anything was learned from it, the sampler's "
+                f"log-probs differ from the trainer's by {difference:.3g} nats per token, and max_logp_difference is "
+                f"{self.bound:g}: it sampled from other weights, such as a server that did not take the published "
+                "ones, or from another distribution. Nothing of this step is kept. Restart the server and continue, or "
+                "set max_logp_difference to .inf if that is meant"
+            )
+        self.warn_of_clipping(metrics)
+
+    def warn_of_clipping(self, metrics: Mapping[str, float]) -> None:
+        """Warn once if the first step on a rollout clips, before learning from it could change a ratio."""
         share = max(metrics.get(name, 0.0) for name in ("clip_ratio/region", "cispo_clip_ratio"))
-        if self.silent or metrics.get("age/max", 0.0) > 0 or not share > CLIPPED:
+        if self.silent or not share > CLIPPED:
             return
         self.silent = True
         if self.old_logprobs == "sampled":

@@ -1,5 +1,6 @@
 """Settings that recipes share whose completions are sampled while they train."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +19,10 @@ from ..config import (
     Settings,
 )
 from ..rollouts.sample import SamplingParams
+
+# Nats per token. Other kernels and precisions differ by 0.01 to 0.1 on average; a model that never got its weights by 4
+# and more.
+MAX_LOGP_DIFFERENCE = 1.0
 
 CORRECTIONS = {  # bounds of the ratio π_old/μ: low, high
     "tis": (0.0, 2.0),
@@ -48,6 +53,11 @@ class VLLM(Settings):
     """Further settings of one that is started, by vLLM's names: {max_model_len: 2048, gpu_memory_utilization: 0.4}."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
+    host: str = "127.0.0.1"
+    """Address that a server which is started listens at; another one than this machine's own opens it to the network,
+    where only its random key guards its weights."""
+    api_key: str | None = None
+    """Key of a server that runs already, sent with every request; one that is started has a random key."""
     trainer_address: str | None = None
     """Address of this machine for a server that joins it for updates by nccl; null is that on the route to it."""
     timeout: PositiveFloat = 600.0
@@ -165,9 +175,21 @@ class PolicyGradientConfig(OnlineConfig):
     """Lower bound of that ratio; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None
     """Upper bound of that ratio; .inf for none."""
+    max_logp_difference: PositiveFloat | None = None
+    """Mean difference of the trainer's and the sampler's log-probs, in nats per token, above which the run ends in the
+    first step on a rollout: it was sampled from other weights. Completions of older weights are not judged. Null is 1,
+    or no bound where top_p or top_k cut the distribution, which a correction is then for; .inf is no bound."""
 
     @property
     def bounds(self) -> tuple[float, float]:
         low, high = CORRECTIONS[self.correction]
         low = low if self.correction_low is None else self.correction_low
         return low, high if self.correction_high is None else self.correction_high
+
+    @property
+    def logp_bound(self) -> float:
+        """The value of ``max_logp_difference``, given or not."""
+        if self.max_logp_difference is not None:
+            return self.max_logp_difference
+        # Where sampling is cut off, the sampler's log-probs are those of the rest, and the trainer's are not.
+        return math.inf if self.top_p < 1 or self.top_k else MAX_LOGP_DIFFERENCE

@@ -25,7 +25,7 @@ from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler, end_tokens
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
-from ..rollouts.vllm.launch import ServerProcess
+from ..rollouts.vllm.launch import LOOPBACK, ServerProcess, refuse_unsafe
 from ..rollouts.vllm.server import VLLMServer, VLLMServers, sampling_params
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank
 from ..runs.context import RunContext
@@ -74,8 +74,22 @@ def check_sampling(config: SamplingConfig) -> None:
         raise ValueError("vllm: an engine in this process has no other settings than options and directory")
     if config.vllm.trainer_address is not None and config.vllm.updates != "nccl":
         raise ValueError("vllm.trainer_address: it is for updates by nccl; set vllm.updates to nccl, or leave it out")
-    if config.vllm.url is not None and (config.vllm.python or config.vllm.options or config.vllm.environment):
-        raise ValueError("vllm.url: that server runs already; leave out python, options and environment, or the url")
+    check_server_settings(config.vllm)
+
+
+def check_server_settings(vllm: VLLM) -> None:
+    """Raise ValueError if a server could not be started, or reached, as configured."""
+    if vllm.url is None:
+        if vllm.api_key is not None:
+            raise ValueError(
+                "vllm.api_key: it is for a server that runs, whose vllm.url is missing; one that is started has a "
+                "random key"
+            )
+        refuse_unsafe(vllm.options)
+    elif vllm.python or vllm.options or vllm.environment or vllm.host != LOOPBACK:
+        raise ValueError(
+            "vllm.url: that server runs already; leave out python, options, environment and host, or the url"
+        )
 
 
 def open_scheduler(
@@ -173,7 +187,7 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
         return VLLMEngine(engine, directory=config.vllm.directory, **known)
     known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:
-        servers = [VLLMServer(url, updates=open_updates(run), **known) for url in urls]
+        servers = [VLLMServer(url, updates=open_updates(run), key=config.vllm.api_key, **known) for url in urls]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
     updates = open_updates(run)
     server = ServerProcess(
@@ -184,9 +198,10 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
         update_flags=updates.flags,
         flags=flags_of(config.vllm.options),
         environment=config.vllm.environment,
+        host=config.vllm.host,
         patience=config.vllm.patience,
     )
-    return VLLMServer(server.url, updates=updates, revive=server.revive, end=server.close, **known)
+    return VLLMServer(server.url, updates=updates, key=server.key, revive=server.revive, end=server.close, **known)
 
 
 def open_updates(run: RunContext[Policy]) -> Files | Nccl | Adapters:

@@ -1,5 +1,6 @@
 """A stand-in for a vLLM server: its endpoints, its labels, made-up completions; it can be told to misbehave."""
 
+import contextlib
 import copy
 import json
 import socket
@@ -27,7 +28,9 @@ class Fake:
     """Attributes may be changed at any time.
 
     Attributes:
-        odd: by path, what is answered instead: a function of the body that gives (status, JSON or text).
+        odd: by path, what is answered instead: a function of the body that gives (status, JSON or text), or (None,
+            seconds to hang), or (None, a function of the connection that writes what it likes to it).
+        key: that each request must bring, as vLLM wants it; None takes all.
         calls: paths and bodies of the POST requests that came, in order, but for completions and tokenization.
         paths: that the server says it has.
     """
@@ -40,6 +43,7 @@ class Fake:
         self.label, self.adapters = "default", []
         self.paths = {"/v1/load_lora_adapter": {}}
         self.odd, self.calls = {}, []
+        self.key = None
         self.active = self.paused = False
         self.hung_up = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -132,7 +136,9 @@ class Fake:
         if max(body["token_ids"]) >= self.vocab:
             return error(400, f"Token id {max(body['token_ids'])} is out of vocabulary")
         how = body["sampling_params"]
-        tokens = [(how.get("seed", 0) + t) % self.vocab for t in range(how["max_tokens"])]
+        drawn = [(how.get("seed", 0) + t) % self.vocab for t in range(how["max_tokens"])]
+        stops = how.get("stop_token_ids", ())
+        tokens = [10 if token in stops else token for token in drawn]  # it never ends by itself
         return 200, {"choices": [choice(tokens, self.label)]}
 
 
@@ -159,7 +165,16 @@ class _Handler(BaseHTTPRequestHandler):
         size = int(self.headers.get("Content-Length", 0))
         body = json.loads(self.rfile.read(size)) if size else None
         path = urlsplit(self.path).path.replace(".", "_")
-        status, answer = self.fake.answer(self.command, path, body)
+        key = self.fake.key
+        if key is not None and self.headers.get("Authorization") != f"Bearer {key}":
+            status, answer = error(401, "Unauthorized")
+        else:
+            status, answer = self.fake.answer(self.command, path, body)
+        if status is None and callable(answer):
+            self.close_connection = True
+            with contextlib.suppress(OSError):  # the client may hang up before all is written
+                answer(self.connection)
+            return
         if status is None:  # hang until the client hangs up
             self.close_connection = True
             self.connection.settimeout(answer)

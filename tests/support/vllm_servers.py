@@ -46,6 +46,7 @@ def connect(server, updates, model, **options):
         tokenizer=tokenizer,
         updates=updates,
         dtype="float32",
+        key=server.key,
         revive=server.revive,
         **options,
     )

@@ -5,19 +5,27 @@ and nothing remains of a server that died.
 """
 
 import asyncio
+import json
 import logging
 import ssl
 import time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
+from weakref import WeakKeyDictionary
 
 import httpx2
 
 from ..source import SourceError, SourceLost
+from .answers import WORDS, shown
 
 log = logging.getLogger(__name__)
 
 _LOOK = 60.0  # seconds that a request without a body, which changes nothing, may take
+
+# Bytes of an answer that are read. JSON takes up to 30 times as much memory once it is parsed.
+_LARGEST = 8 << 20  # of one that is no completion: vLLM's largest, its OpenAPI document, has 0.3 MB
+_LARGEST_COMPLETION = 256 << 20
+_PER_TOKEN = 1024  # vLLM writes about 250 for a token, its log-prob and its bytes
 
 
 class Rejected(SourceError):
@@ -33,58 +41,89 @@ class Rejected(SourceError):
 class VLLMClient:
     """Calls to a server; every method may raise what `get` raises. Weights go to it by the methods of a `VLLMEngine`.
 
+    A call takes no longer than its time in all, however slowly the answer drips, and no more of the answer is read
+    than it may have.
+
     Args:
-        url: ``http://host:port``.
+        url: ``http://host:port``, which may hold a login: ``http://user:password@host:port``.
         concurrency: completions under way at once; further ones wait. Control calls never wait for them.
         timeout: seconds that a completion may take.
         patience: seconds that any other request with a body may take.
+        key: sent with every request, as ``Authorization: Bearer KEY``.
+
+    Attributes:
+        url: without the login, so that messages can show it.
     """
 
-    def __init__(self, url: str, *, concurrency: int, timeout: float, patience: float) -> None:
-        self.url = url.rstrip("/")
-        address = urlsplit(self.url)
+    def __init__(self, url: str, *, concurrency: int, timeout: float, patience: float, key: str | None = None) -> None:
+        address = urlsplit(url.rstrip("/"))
+        login, _, place = address.netloc.rpartition("@")
+        self.url = address._replace(netloc=place).geturl()
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise ValueError(f"vllm: the server's address must look like http://127.0.0.1:8000, got {url!r}")
-        secure = ssl.create_default_context() if address.scheme == "https" else False
-        self._timeout, self._patience = timeout, patience
-        self._completing, self._controlling = (
-            httpx2.AsyncClient(
-                limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=0),
-                trust_env=False,  # a proxy of the environment is for the internet
-                verify=secure,
-            )
-            for connections in (concurrency, None)
+            without_login = url.rpartition("@")[2]
+            raise ValueError(f"vllm: the server's address must look like http://127.0.0.1:8000, got {without_login!r}")
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+            raise ValueError("vllm.api_key: wanted visible ASCII characters, as a header can hold them")
+        headers = {"Accept-Encoding": "identity"}  # a compressed answer may be a thousand times as large
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
+        user, _, password = login.partition(":")
+        self._timeout, self._patience, self._concurrency = timeout, patience, concurrency
+        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._http = httpx2.AsyncClient(
+            auth=(unquote(user), unquote(password)) if login else None,
+            headers=headers,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+            timeout=None,  # each call has one, in all
+            trust_env=False,  # a proxy of the environment is for the internet
+            verify=ssl.create_default_context() if address.scheme == "https" else False,
         )
 
-    async def get(self, path: str, name: str = "") -> Any:
-        """The JSON of the response, or its entry of this name.
+    async def get(self, path: str, name: str = "", kind: type = object) -> Any:
+        """The JSON of the response, or its entry of this name and type.
 
         Raises:
-            SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `httpx2.TimeoutException`).
+            SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `TimeoutError`).
             Rejected: if it refuses.
             SourceError: if there is no such entry; shows what there is.
         """
-        return await self._call(self._controlling, path, None, min(self._timeout, _LOOK), name)
+        return await self._call(path, None, min(self._timeout, _LOOK), name, kind)
 
     async def config(self) -> Any:
         """Its configuration; the server runs pip and other programs to go with it, which a busy machine is slow at."""
-        return await self._call(
-            self._controlling, "/server_info?config_format=json", None, self._patience, "vllm_config"
-        )
+        return await self._call("/server_info?config_format=json", None, self._patience, "vllm_config", dict)
 
-    async def post(self, path: str, body: Any, name: str = "") -> Any:
-        return await self._call(self._controlling, path, body, self._patience, name)
+    async def models(self) -> list[tuple[str, str]]:
+        """The name of each model that it serves, and where the model is from; the first is the one it was started with.
+
+        Raises:
+            SourceError: if its answer is no list of models.
+        """
+        models = await self.get("/v1/models", "data", list)
+        try:
+            found = [(model["id"], model["root"]) for model in models]
+        except (LookupError, TypeError):
+            found = []
+        if not found or not all(isinstance(text, str) for model in found for text in model):
+            raise SourceError(f"vllm: {self.url}/v1/models: wanted models with id and root, got {shown(models)}")
+        return found
+
+    async def post(self, path: str, body: Any, name: str = "", kind: type = object) -> Any:
+        return await self._call(path, body, self._patience, name, kind)
 
     async def generate(self, body: Any) -> Any:
-        return await self._call(self._completing, "/inference/v1/generate", body, self._timeout)
+        largest = min(_LARGEST + _PER_TOKEN * body["sampling_params"]["max_tokens"], _LARGEST_COMPLETION)
+        free = asyncio.Semaphore(self._concurrency)
+        async with self._gates.setdefault(asyncio.get_running_loop(), free):  # waiting takes none of its time
+            return await self._call("/inference/v1/generate", body, self._timeout, largest=largest)
 
     async def try_token(self, token: int) -> None:
         """Request one token after this one, without waiting for completions under way."""
         body = {"token_ids": [token], "sampling_params": {"max_tokens": 1}}
-        await self._call(self._controlling, "/inference/v1/generate", body, self._timeout)
+        await self._call("/inference/v1/generate", body, self._timeout)
 
     async def weight_version(self) -> str:
-        return str(await self.get("/weight_info", "weight_version"))
+        return str(await self.get("/weight_info", "weight_version", str))
 
     async def pause(self) -> None:
         await self.post("/pause?mode=keep&clear_cache=true", {})
@@ -96,9 +135,9 @@ class VLLMClient:
         """An operation of weight updates by vLLM's name, such as ``update_weights``."""
         await self.post(f"/{operation}", arguments)
 
-    async def alive(self) -> bool:
+    async def alive(self, seconds: float = 5.0) -> bool:
         try:
-            await self._call(self._controlling, "/health", None, 5)
+            await self._call("/health", None, seconds)
         except SourceError:
             return False
         return True
@@ -107,42 +146,95 @@ class VLLMClient:
         """Wait until the server is healthy.
 
         Raises:
-            SourceError: if it is not healthy by then.
+            SourceError: if it is not healthy by then, or at once if it wants another key.
         """
         until = time.monotonic() + seconds
-        if not (alive := await self.alive()):
-            log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
-        while not (alive or await self.alive()):
-            if time.monotonic() > until:
-                raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
+        left, warned = seconds, False
+        while left > 0:
+            try:
+                await self._call("/health", None, min(5.0, left))
+                return
+            except SourceError as error:
+                if isinstance(error, Rejected) and error.status == 401:
+                    raise
+            if not warned:
+                log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
+                warned = True
             await asyncio.sleep(0.2)
+            left = until - time.monotonic()
+        raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
 
-    async def _call(self, client: httpx2.AsyncClient, path: str, body: Any, timeout: float, name: str = "") -> Any:
+    async def _call(
+        self,
+        path: str,
+        body: Any,
+        timeout: float,
+        name: str = "",
+        kind: type = object,
+        *,
+        largest: int = _LARGEST,
+    ) -> Any:
         who = f"vllm: {self.url}{path.partition('?')[0]}"
-        method, limits = "GET" if body is None else "POST", httpx2.Timeout(timeout, pool=None)
+        method = "GET" if body is None else "POST"
         try:
-            async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
+            async with asyncio.timeout(timeout), self._http.stream(method, self.url + path, json=body) as response:
                 self.own_address: str = response.extensions["network_stream"].get_extra_info("client_addr")[0]
-                await response.aread()
-        except httpx2.TimeoutException as error:
+                content = await _read(response, largest, who)
+        except TimeoutError as error:
             raise SourceLost(f"{who}: no answer in {timeout:g} s") from error
         except httpx2.HTTPError as error:
             raise SourceLost(f"{who}: the server can't be reached, or died ({error!r})") from error
         try:
-            reply = response.json()
-        except ValueError:
-            reply = response.text
-        if not response.is_error:
-            if name and not (isinstance(reply, dict) and name in reply):
-                raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {str(reply)[:200]}")
-            return reply[name] if name else reply
-        status = response.status_code
+            reply = json.loads(content)
+        except (ValueError, RecursionError):  # no JSON, or brackets within brackets
+            reply = content.decode(errors="replace")
+        if response.is_redirect:
+            place = response.headers.get("location", "another address")[:200]
+            raise SourceError(f"{who}: it redirects to {place}; give the address of vLLM itself")
+        if not response.is_success:
+            raise await self._refusal(who, path, response.status_code, reply)
+        return _entry(who, reply, name, kind) if name else reply
+
+    async def _refusal(self, who: str, path: str, status: int, reply: Any) -> SourceError:
+        """The error that a refused request is: the server may be dying, and it may want a key."""
         try:
-            message = str(reply["error"]["message"])
+            message = shown(reply["error"]["message"])
         except (KeyError, TypeError):
-            message = response.text[:500]
+            message = shown(reply)
         # A server whose engine has died reports so before it exits, while its health check still passes.
         dying = "EngineCore" in message or "EngineDead" in message
         if dying or (status >= 500 and path != "/health" and not await self.alive()):
-            raise SourceLost(f"{who}: the server is dying ({status}): {message}")
-        raise Rejected(f"{who} answered {status}: {message}", status)
+            return SourceLost(f"{who}: the server is dying ({status}): {message}")
+        if status == 401:
+            message += "; set vllm.api_key to the key that the server was started with"
+        return Rejected(f"{who} answered {status}: {message}", status)
+
+
+async def _read(response: httpx2.Response, largest: int, who: str) -> bytes:
+    """The body as it was sent.
+
+    Raises:
+        SourceError: if it is compressed, or larger than so many bytes, of which no more are read.
+    """
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise SourceError(f"{who}: its answer is compressed ({encoding[:40]}), which was not asked for; is it vLLM?")
+    content = bytearray()
+    async for part in response.aiter_raw():
+        content += part
+        if len(content) > largest:
+            raise SourceError(f"{who}: its answer has more than {largest >> 20} MiB; is it vLLM?")
+    return bytes(content)
+
+
+def _entry(who: str, reply: Any, name: str, kind: type) -> Any:
+    """The entry of an answer of this name.
+
+    Raises:
+        SourceError: if there is none, or it is of another type.
+    """
+    if not isinstance(reply, dict) or name not in reply:
+        raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {shown(reply)}")
+    if kind is not object and type(reply[name]) is not kind:
+        raise SourceError(f"{who}: its {name!r} is wanted as {WORDS[kind]}; is it vLLM? It says {shown(reply)}")
+    return reply[name]

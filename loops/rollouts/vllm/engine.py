@@ -16,7 +16,7 @@ from .client import Rejected
 from .launch import SHARE
 from .plugin import burnish_vllm_files as plugin
 from .preflight import check_version, parameter_check
-from .server import FINISH, VERSIONS, sample_each, sampling_params, to_sample
+from .server import VERSIONS, sample_each, sampling_params, to_sample
 from .weights import Files, send_weights
 
 _REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
@@ -149,8 +149,9 @@ class VLLMEngine:
                 self._engine.abort_request([name])
         drawn = [next((token, float(entry.logprob)) for token, entry in top.items()) for top in output.logprobs]
         spans = self.updates.spans([(span.version, span.start, span.end) for span in output.weight_versions], None)
-        finish = FINISH[output.finish_reason]
-        return to_sample(request, index, list(output.token_ids), drawn, finish, spans, self.tokenizer)
+        return to_sample(
+            request, index, list(output.token_ids), drawn, output.finish_reason, spans, self.tokenizer, self.vocab
+        )
 
     async def _drive(self) -> None:
         """Take steps while a completion is waited for; other tasks of the event loop run in between."""

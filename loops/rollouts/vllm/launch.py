@@ -4,8 +4,10 @@ import argparse
 import atexit
 import contextlib
 import itertools
+import logging
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -17,10 +19,20 @@ import httpx2
 
 from ..source import SourceError, SourceLost
 from .plugin import burnish_vllm_files as plugin
+from .plugin import burnish_vllm_key
 from .weights import Files, free_port
 
 # In the server's process group, `cat` reads a pipe that only this process can write to, until the kernel closes it.
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
+LOOPBACK = "127.0.0.1"
+UNSAFE = {
+    "host": "opens the server to the network; if that is meant, name the address in vllm.host",
+    "api_key": "all users of the machine see the arguments of a process; leave it out, since a server that is started "
+    "has a random key, or set VLLM_API_KEY in vllm.environment",
+}
+"""Options of vLLM that a server is not started with, and why."""
+
+_log = logging.getLogger(__name__)
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 SHARE = 0.4
 """Share of a device's memory that vLLM takes beside a trainer on it."""
@@ -58,7 +70,9 @@ _FIXES = (  # the first pattern that is found, and what a user of the command li
 class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
     """Start a server of a model and wait until it is healthy; it ends with this process, even if that is killed.
 
-    All who can reach its port can change its weights: keep the port private.
+    Each of its routes needs a key, which is drawn at random and only in its environment: other users of the machine can
+    reach its port, and would otherwise replace weights or call methods in its workers. The key guards requests over
+    HTTP, not the connections that vLLM's own processes, or NCCL, open to each other.
 
     A run that must end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
     other requests. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment; for
@@ -73,11 +87,15 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
             `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it;
             unless ``--port`` is one, a free port.
         environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
-            its own, and the share of their memory is vLLM's own choice.
+            its own, and the share of their memory is vLLM's own choice. ``VLLM_API_KEY`` is the key, unless random.
+        host: address that it listens at. Another one than this machine's own opens it to the network.
         patience: seconds it may take to start.
 
     Attributes:
-        url: stays the same when it is restarted.
+        url, key: stay the same when it is restarted.
+
+    Raises:
+        ValueError: if the flags name a host or a key.
     """
 
     def __init__(
@@ -90,18 +108,28 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         update_flags: Sequence[str] = Files.flags,
         flags: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        host: str = LOOPBACK,
         patience: float = 1200.0,
     ) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--port", type=int)
         parser.add_argument("--gpu-memory-utilization")
+        for name in UNSAFE:
+            parser.add_argument("--" + name.replace("_", "-"))
         chosen, environment = parser.parse_known_args(flags)[0], environment or {}
+        refuse_unsafe({name: value for name in UNSAFE if (value := getattr(chosen, name)) is not None})
         port = chosen.port or free_port()
         has_share = chosen.gpu_memory_utilization or "CUDA_VISIBLE_DEVICES" in environment
-        self.url, self.log, self._patience = f"http://127.0.0.1:{port}", Path(log).resolve(), patience
+        self.url = f"http://{_reached_at(host)}:{port}"
+        self.key = environment.get(burnish_vllm_key.VARIABLE) or secrets.token_urlsafe(32)
+        self.log = Path(log).resolve()
+        self._patience = patience
+        if host != LOOPBACK:
+            _log.warning("vllm: the server listens at %s: whoever reaches port %d there can try its key", host, port)
         self._command = [
             *(str(python), "-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` does not start a CPU build
-            *("--model", str(model), "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype),
+            *("--model", str(model), "--host", host, "--port", str(port), "--dtype", dtype),
+            *("--middleware", burnish_vllm_key.MIDDLEWARE),
             *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
             *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
             *update_flags,
@@ -109,7 +137,9 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         ]
         switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
         inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
-        self._environment = {**inherited, **switches, **environment}
+        # In the environment, which other users can't read, and not among the arguments, which all see in the list of
+        # processes.
+        self._environment = {**inherited, **switches, **environment, burnish_vllm_key.VARIABLE: self.key}
         paths = [str(Path(plugin.__file__).parent), self._environment.get("PYTHONPATH", "")]
         self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process: subprocess.Popen[bytes] | None = None
@@ -173,8 +203,11 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         self.close()
 
     def _healthy(self) -> bool:
+        headers = {"Authorization": f"Bearer {self.key}"}
         with contextlib.suppress(httpx2.HTTPError):
-            return httpx2.get(f"{self.url}/health", timeout=5, trust_env=False, verify=False).is_success
+            return httpx2.get(
+                f"{self.url}/health", headers=headers, timeout=5, trust_env=False, verify=False
+            ).is_success
         return False
 
     def _failure(self, why: str, before: int) -> str:
@@ -186,6 +219,26 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
             error, fix = found
             cause = f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
         return f"vllm: the server did not start ({why}){cause}"
+
+
+def refuse_unsafe(options: Mapping[str, object]) -> None:
+    """Raise ValueError for options of vLLM that would open the server, or show its key.
+
+    Args:
+        options: by vLLM's names, with underscores or hyphens.
+    """
+    for name in options:
+        if reason := UNSAFE.get(name.replace("-", "_")):
+            raise ValueError(f"vllm.options: {name}: {reason}")
+
+
+def _reached_at(host: str) -> str:
+    """The host of a URL that reaches a server on this machine which listens at ``host``."""
+    if host == "0.0.0.0":
+        return LOOPBACK
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
 
 
 def first_error(log: str) -> tuple[str, str | None] | None:

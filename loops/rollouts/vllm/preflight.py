@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..source import NamedWeights, SourceError, check_weights
+from .answers import described, shown
 from .client import Rejected, VLLMClient
 from .weights import Adapters, Files, Nccl, undo_update
 
@@ -29,26 +30,29 @@ async def check_server(
         return SourceError(f"vllm: the server at {vllm.url} {why}; restart it with {flags}")
 
     remedy = "in its environment, or in another one that --vllm.python names (from Python, versions= lets you try it)"
-    check_version(vllm.url, str(await vllm.get("/version", "version")), versions, remedy)
+    check_version(vllm.url, await vllm.get("/version", "version", str), versions, remedy)
     try:
         config = await vllm.config()
         await vllm.weight_version()
     except Rejected as error:
         raise restart("can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment") from error
-    if await vllm.get("/is_paused", "is_paused"):  # a trainer has died while it was updating the weights
+    if await vllm.get("/is_paused", "is_paused", bool):  # a trainer has died while it was updating the weights
         await undo_update(vllm)
         await vllm.resume()
-    model = config["model_config"]
-    if model["logprobs_mode"] != "processed_logprobs":
-        raise restart(f"gives {model['logprobs_mode']}, not those of the distribution that is drawn from",
+    logprobs = described(config, "model_config", "logprobs_mode", kind=str)
+    precision = described(config, "model_config", "dtype", kind=str).removeprefix("torch.")
+    quantization = config["model_config"].get("quantization")
+    context: int = described(config, "model_config", "max_model_len", kind=int)
+    if logprobs != "processed_logprobs":
+        raise restart(f"gives {logprobs}, not those of the distribution that is drawn from",
                       "--logprobs-mode processed_logprobs")  # fmt: skip
-    if dtype is not None and model["dtype"].removeprefix("torch.") != dtype:
-        raise restart(f"computes in {model['dtype']}, the trainer in {dtype}", f"--dtype {dtype}")
-    if model["quantization"] is not None:
-        raise restart(f"is quantized ({model['quantization']}), and the trainer's weights are not", "a plain model")
+    if dtype is not None and precision != dtype:
+        raise restart(f"computes in {precision}, the trainer in {dtype}", f"--dtype {dtype}")
+    if quantization is not None:
+        raise restart(f"is quantized ({shown(quantization)}), and the trainer's weights are not", "a plain model")
     if (misfit := updates.misfit(config)) is not None:
         raise restart(*misfit)
-    if not updates.merged and "/v1/load_lora_adapter" not in await vllm.get("/openapi.json", "paths"):
+    if not updates.merged and "/v1/load_lora_adapter" not in await vllm.get("/openapi.json", "paths", dict):
         raise restart("can't be told to load adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
     try:
         await vllm.try_token(0)
@@ -56,7 +60,8 @@ async def check_server(
         if error.status not in (403, 404):
             raise
         raise restart("does not take token ids", "--enable-scale-out") from error
-    return int(model["max_model_len"]), (await vllm.get("/v1/models", "data"))[0]["root"]
+    _, root = (await vllm.models())[0]
+    return context, root
 
 
 def check_version(who: str, version: str, versions: tuple[str, ...], remedy: str) -> None:
@@ -94,10 +99,10 @@ async def check_model(
                               f"of {vocab}; start it with the same model")  # fmt: skip
     text = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-    tokens = await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens")
+    tokens = await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens", list)
     if tokens != expected:
         raise SourceError(f"vllm: the tokenizer of the server's model {model} is another one than the trainer's: "
-                          f"it gives {tokens[:8]}... for {text[:9]!r}..., here it is {expected[:8]}...; "
+                          f"it gives {shown(tokens[:8])}... for {text[:9]!r}..., here it is {expected[:8]}...; "
                           "start it with the same --tokenizer")  # fmt: skip
 
 

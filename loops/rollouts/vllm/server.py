@@ -13,12 +13,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-import httpx2
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from ..event_loops import gather_or_cancel, off_loop, run
 from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
 from ..source import NamedWeights, SourceBusy, SourceError, SourceLost, check_completions, refuse_closed
+from .answers import check_finish, check_logprobs, check_tokens, read_completion, shown
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
 from .weights import Adapters, Files, Nccl, send_weights
@@ -28,9 +28,8 @@ T = TypeVar("T")
 
 # Tested versions of vLLM. Its endpoints for training are not covered by its promises of stability.
 VERSIONS = ("0.32",)
-# A completion that its own detection of repetition has cut is not whole either.
-FINISH: dict[str, Any] = {"stop": "stop", "length": "length", "repetition": "length", "abort": "aborted"}
-_SLACK = 30.0  # seconds; the wait for a server that starts ends first, and says better what is wrong
+_SLACK = 3.0  # seconds beyond the patience; the wait for a server that starts ends first, and says better what is wrong
+_STRAGGLER = 30.0  # seconds that the slowest of several servers is waited for where another one has answered
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
@@ -62,11 +61,15 @@ def to_sample(
     index: int,
     tokens: list[int],
     drawn: list[tuple[int, float]],
-    finish: Literal["stop", "length", "aborted"],
+    reason: str,
     spans: list[VersionSpan],
     tokenizer: PreTrainedTokenizerBase,
+    vocab: int,
 ) -> Sample:
     """A sample from the parts of a completion, which ``drawn`` has the log-probs of, each with its token.
+
+    Args:
+        reason: why it ended, in vLLM's word.
 
     Raises:
         SourceLost: if it is empty, since it was broken off.
@@ -80,10 +83,12 @@ def to_sample(
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
         raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
-    text, trained = str(tokenizer.decode(tokens, skip_special_tokens=True)), [True] * len(tokens)
     logprobs = [logprob for _, logprob in drawn]
-    if not all(logprob > -9999.0 for logprob in logprobs):  # the server's word for NaN and minus infinity
-        raise SourceError(f"{who}: the weights of {spans} give no log-probs; look for NaN")
+    check_tokens(who, tokens, vocab)
+    check_logprobs(who, logprobs)
+    finish = check_finish(who, tokens, reason, request.sampling)
+    text = str(tokenizer.decode(tokens, skip_special_tokens=True))
+    trained = [True] * len(tokens)
     return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
 
 
@@ -100,6 +105,7 @@ class VLLMServer:
         timeout: seconds that one completion may take; it is requested again then.
         patience: seconds in which the server must start, complete one of all requests, or take new weights. After that,
             further attempts are useless.
+        key: sent to the server with every request, such as `ServerProcess.key`.
         revive: called when the server is gone, such as `ServerProcess.revive`.
         end: called when the source is closed, such as `ServerProcess.close`.
         versions: of vLLM, to be tried at your own risk.
@@ -122,6 +128,7 @@ class VLLMServer:
         concurrency: int = 64,
         timeout: float = 600.0,
         patience: float = 1200.0,
+        key: str | None = None,
         revive: Callable[[], None] | None = None,
         end: Callable[[], None] = lambda: None,
         versions: tuple[str, ...] = VERSIONS,
@@ -133,7 +140,7 @@ class VLLMServer:
         self._calls: set[asyncio.Task[Any]] = set()
         self._heard, self._late, self._closed = 0.0, False, False
         timeout = min(timeout, patience)
-        self._client = VLLMClient(url, concurrency=concurrency, timeout=timeout, patience=patience)
+        self._client = VLLMClient(url, concurrency=concurrency, timeout=timeout, patience=patience, key=key)
         try:
             run(self._meet(config, tokenizer))
             self.check_weights = parameter_check(self._config) if self.updates.merged else iter
@@ -174,7 +181,21 @@ class VLLMServer:
         return version
 
     async def _meet(self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Wait for the server, or revive it, and check that it is the required one."""
+        """Wait for the server, or revive it, and check that it is the required one.
+
+        Raises:
+            SourceError: if that takes longer than the patience, however fast each single answer comes.
+        """
+        try:
+            async with asyncio.timeout(self._patience + _SLACK):
+                await self._meet_in_time(config, tokenizer)
+        except TimeoutError as error:
+            raise SourceError(
+                f"vllm: the server at {self._client.url} did not start, and answer what it was asked, in "
+                f"{self._patience:g} s; read its log, or raise vllm.patience"
+            ) from error
+
+    async def _meet_in_time(self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
         async with self._meeting.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             if self._revive is not None and not await self._client.alive():
                 await off_loop(self._revive)
@@ -211,7 +232,7 @@ class VLLMServer:
             refuse_closed(self._closed, "vllm")
             return call.result()
         except (SourceLost, Rejected) as error:
-            if isinstance(error.__cause__, httpx2.TimeoutException):
+            if isinstance(error.__cause__, TimeoutError):
                 self._late = True
             else:
                 self._note_heard()  # it refuses, or has ended: wait for it from now on
@@ -232,19 +253,13 @@ class VLLMServer:
             response = await self._within_patience(self._client.generate(body))
             self._note_heard()
             try:
-                choice = response["choices"][0]
-                if choice["finish_reason"] == "error":  # of this completion; the server goes on
-                    raise SourceBusy(f"vllm: completion {index} of task {request.task}: the server failed at it")
-                finish, content = FINISH[choice["finish_reason"]], choice["logprobs"]["content"]
-                drawn = [(entry["token_id"], float(entry["logprob"])) for entry in content]
-                labels = [(label["version"], label["start"], label["end"]) for label in choice["weight_versions"] or []]
-                tokens = list(choice["token_ids"])
+                answer = read_completion(response, f"vllm: completion {index} of task {request.task}")
             except (LookupError, TypeError, ValueError) as error:
                 known = " or ".join(self._versions)
                 raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
-                                  f"{known}? It says {str(response)[:200]}") from error  # fmt: skip
-            spans = self.updates.spans(labels, model)
-        return to_sample(request, index, tokens, drawn, finish, spans, self.tokenizer)
+                                  f"{known}? It says {shown(response)}") from error  # fmt: skip
+            spans = self.updates.spans(answer.labels, model)
+        return to_sample(request, index, answer.tokens, answer.drawn, answer.reason, spans, self.tokenizer, self.vocab)
 
 
 class VLLMServers:
@@ -300,7 +315,7 @@ class VLLMServers:
         try:
             done, late = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             if up and late:  # one that dies just now may be long in coming back
-                done |= (await asyncio.wait(late, timeout=_SLACK))[0]
+                done |= (await asyncio.wait(late, timeout=_STRAGGLER))[0]
         finally:
             for task in asked:
                 task.cancel()

@@ -29,6 +29,7 @@ from torch import Tensor
 from ..event_loops import gather_or_cancel, off_loop
 from ..sample import VersionSpan
 from ..source import NamedWeights, SourceError, SourceLost
+from .answers import shown
 from .client import Rejected, VLLMClient
 from .plugin.burnish_vllm_files import BACKEND
 
@@ -83,14 +84,17 @@ class _Whole:
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
+        self._newest = -1  # version that was published
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
         """Why a server of this configuration can't be updated so, and the flags that it needs; None if it can."""
         if config.get("lora_config") is not None:
             return "has lora_config, under which whole weights can't be replaced", "no --enable-lora"
         transfer = config.get("weight_transfer_config")
-        if transfer is None or transfer.get("backend") != self.backend:
-            return f"has weight_transfer_config={transfer}, but weights are to come another way", shlex.join(self.flags)
+        if not isinstance(transfer, Mapping) or transfer.get("backend") != self.backend:
+            return f"has weight_transfer_config={shown(transfer)}, but weights are to come another way", shlex.join(
+                self.flags
+            )
         return None
 
     async def version(self, vllm: Any) -> int | None:
@@ -108,6 +112,7 @@ class _Whole:
         await vllm.control("start_weight_update")
 
     async def finish(self, vllm: VLLMClient, version: int) -> None:
+        self._newest = max(version, self._newest)
         await vllm.control("finish_weight_update", weight_version=f"{version}@{self._name}")
         await vllm.resume()
 
@@ -120,17 +125,21 @@ class _Whole:
 
         Raises:
             SourceLost: if it is from weights that were not published here.
+            SourceError: if it is from a version that is yet to come.
         """
         spans = []
         for label, start, end in labels:
             if (version := self._version(label)) is None:
-                raise SourceLost(f"vllm: it answered from weights {label!r}, not from published ones")
+                raise SourceLost(f"vllm: it answered from weights {label[:80]!r}, not from published ones")
+            if version > self._newest:
+                raise SourceError(f"vllm: it answered from version {version}; the newest one is {self._newest}")
             spans.append(VersionSpan(version, start, end))
         return spans
 
     def _version(self, label: str) -> int | None:
         version, _, name = label.partition("@")
-        return int(version) if name == self._name and version != "incomplete" else None
+        ours = name == self._name and version.isdecimal() and len(version) < 20
+        return int(version) if ours else None
 
 
 class Files(_Whole):
@@ -189,7 +198,7 @@ class Nccl(_Whole):
         if self._group is not None:
             self._group.destroy()
             self._group = None
-        ranks = 1 + await vllm.get("/get_world_size", "world_size")
+        ranks = 1 + await vllm.get("/get_world_size", "world_size", int)
         address = self.address or vllm.own_address
         group = {"master_address": address, "master_port": free_port(), "world_size": ranks}
         joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
@@ -249,14 +258,16 @@ class Adapters:
         self._in_use: Counter[str] = Counter()
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        if (lora := config.get("lora_config")) is None:
+        lora = config.get("lora_config")
+        if not isinstance(lora, Mapping):
             return "takes no adapters", shlex.join(self.flags)
-        if (rank := lora.get("max_lora_rank", self.config.r)) < self.config.r:
+        rank = lora.get("max_lora_rank", self.config.r)
+        if not isinstance(rank, int) or rank < self.config.r:
             return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:3])
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
-        loaded = {model["id"] for model in await vllm.get("/v1/models", "data")}
+        loaded = {name for name, _ in await vllm.models()}
         if not self._versions.keys() <= loaded:  # the server was restarted
             self._versions.clear()
         return list(self._versions.values())[-1] if self._versions else None

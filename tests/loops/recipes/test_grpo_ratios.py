@@ -12,6 +12,7 @@ from burnish.loops.recipes.ppo import open_ppo, ppo_losses
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO
 from burnish.loops.rl.policy_gradient import SamplerMismatch, ratio_denominator
 from burnish.loops.rollouts.replay import ReplaySource, read_samples
+from burnish.loops.rollouts.source import SourceError
 from burnish.loops.runs.context import RunContext
 from online import lines, prepare, stored
 
@@ -116,14 +117,29 @@ def test_what_is_clipped_because_something_was_learned_is_no_warning(common, tmp
     assert WARNING not in caplog.text
 
 
+def test_the_bound_of_log_probs_is_for_weights_of_the_step_and_for_a_whole_distribution():
+    for rank in (SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)):
+        mismatch = SamplerMismatch(rank, "sampled", bound=0.5)
+        mismatch.check_first_step({"sampling/logp_difference": 0.49, "age/max": 0.0})
+        mismatch.check_first_step({"sampling/logp_difference": 9.0, "age/max": 1.0})
+        mismatch.check_first_step({})  # every completion was masked
+        with pytest.raises(SourceError, match=r"differ from the trainer's by 0\.51 nats .*max_logp_difference is 0\.5"):
+            mismatch.check_first_step({"sampling/logp_difference": 0.51, "age/max": 0.0})
+    some = {"model": "m", "data": "d", "output": "o"}
+    assert GRPO(**some).logp_bound == 1.0
+    assert GRPO(**some, correction="tis").logp_bound == 1.0
+    assert GRPO(**some, top_k=5).logp_bound == GRPO(**some, top_p=0.9).logp_bound == float("inf")
+    assert GRPO(**some, top_k=5, max_logp_difference=2.0).logp_bound == 2.0
+
+
 def test_completions_of_older_weights_and_other_ranks_are_no_warning(caplog):
     metrics = {"clip_ratio/region": 0.4, "sampling/logp_difference": 0.1, "age/max": 0.0}
     main, other = SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)
-    SamplerMismatch(main, "sampled").warn_of_clipping({**metrics, "age/max": 1.0})
-    SamplerMismatch(main, "sampled").warn_of_clipping({**metrics, "clip_ratio/region": 0.04})
-    SamplerMismatch(other, "sampled").warn_of_clipping(metrics)
+    SamplerMismatch(main, "sampled").check_first_step({**metrics, "age/max": 1.0})
+    SamplerMismatch(main, "sampled").check_first_step({**metrics, "clip_ratio/region": 0.04})
+    SamplerMismatch(other, "sampled").check_first_step(metrics)
     assert not caplog.text
-    SamplerMismatch(main, "recomputed").warn_of_clipping(metrics)
+    SamplerMismatch(main, "recomputed").check_first_step(metrics)
     assert "40 % clipped" in caplog.text and "set epochs_per_rollout and minibatches to 1" in caplog.text
 
 

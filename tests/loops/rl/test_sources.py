@@ -23,13 +23,14 @@ from online import lines, prepare, stored
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tiny import write_rows
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_fake import Fake, choice, error
 
 
 @pytest.fixture
 def fields(tmp_path):
-    return {**prepare(tmp_path), "output": str(tmp_path / "run")}
+    # The stand-in's log-probs are made up.
+    return {**prepare(tmp_path), "output": str(tmp_path / "run"), "max_logp_difference": float("inf")}
 
 
 @pytest.fixture
@@ -119,11 +120,63 @@ def test_adapters_go_to_a_server_under_a_name_for_each_version(fake, fields):
     assert any(not torch.equal(first[name], second[name]) for name in first)  # the step between them has changed it
 
 
+class Computing(Fake):
+    """A stand-in that samples from a model of its own, whose weights are those that it is sent, unless it is stale."""
+
+    def __init__(self, model, tokenizer, *, stale=False):
+        super().__init__(tokenizer)
+        self.model, self.stale = model, stale
+
+    def do_update_weights(self, body):
+        if not self.stale:
+            self.model.load_state_dict(load_file(body["update_info"]["path"]), strict=False)
+        return 200, {}
+
+    def do_inference_v1_generate(self, body):
+        how = body["sampling_params"]
+        if how["max_tokens"] == 1:
+            return super().do_inference_v1_generate(body)
+        random = torch.Generator().manual_seed(how["seed"])
+        row, content = list(body["token_ids"]), []
+        for _ in range(how["max_tokens"]):
+            with torch.no_grad():
+                logprobs = self.model(torch.tensor([row])).logits[0, -1].log_softmax(-1)
+            logprobs[how["stop_token_ids"]] = -torch.inf  # so that completions are of one length
+            row.append(int(logprobs.exp().multinomial(1, generator=random)))
+            content.append({"token_id": row[-1], "logprob": float(logprobs[row[-1]])})
+        tokens = row[len(body["token_ids"]) :]
+        return 200, {"choices": [choice(tokens, self.label, logprobs={"content": content})]}
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_server_that_did_not_take_the_weights_ends_the_run_in_its_first_step(stale, fields):
+    model = AutoModelForCausalLM.from_pretrained(fields["model"])
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)  # another model: a few tokens are likely
+    fake = Computing(model, AutoTokenizer.from_pretrained(fields["model"]), stale=stale)
+    fake.config["model_config"]["max_model_len"] = 256
+    run = Path(fields["output"])
+    del fields["max_logp_difference"]
+    training = open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url), save_every=1))
+    try:
+        if not stale:
+            training.train()
+            assert [line["sampling/logp_difference"] < 0.1 for line in lines(run)] == [True, True]
+            return
+        with pytest.raises(SourceError, match=r"differ from the trainer's by .* max_logp_difference is 1: it sampled"):
+            training.train()
+        assert not list((run / "checkpoints").glob("step-*")) and not (run / "model").exists()
+        assert len(orders(fake, "/finish_weight_update")) == 1, "the first rollout was the last"
+    finally:
+        fake.close()
+
+
 def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake, fields, monkeypatch):
     asked, ended = {}, []
 
     class Started:
         url = fake.url
+        key = fake.key = "of this run"
 
         def __init__(self, model, **options):
             asked.update(options, model=model)
@@ -142,6 +195,13 @@ def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake
     assert (asked["model"], asked["dtype"], asked["python"]) == (fields["model"], "float32", "/bin/sh")
     assert asked["environment"] == {"CUDA_VISIBLE_DEVICES": "1"}
     assert ended == [True]
+
+
+def test_a_server_that_the_user_runs_gets_the_key_that_is_configured(fake, fields):
+    fake.key = "of the user"
+    with pytest.raises(SourceError, match=r"answered 401: Unauthorized; set vllm\.api_key to the key"):
+        open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, api_key="another")))
+    open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, api_key="of the user"))).train()
 
 
 def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
@@ -214,6 +274,10 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
         ({"source": "vllm", "vllm": VLLM(trainer_address="10.0.0.5")}, "set vllm.updates to nccl, or leave it out"),
         ({"source": "vllm_engine", "vllm": VLLM(url="http://a:1")}, "no other settings than options and directory"),
         ({"source": "vllm", "vllm": VLLM(url="http://a:1", python="p")}, "leave out python, options"),
+        ({"source": "vllm", "vllm": VLLM(url="http://a:1", host="0.0.0.0")}, "leave out python, options"),
+        ({"source": "vllm", "vllm": VLLM(options={"host": "0.0.0.0"})}, "opens the server .*address in vllm.host"),
+        ({"source": "vllm", "vllm": VLLM(options={"api-key": "k"})}, "vllm.options: api-key: all users of the machine"),
+        ({"source": "vllm", "vllm": VLLM(api_key="k")}, "vllm.api_key: it is for a server that runs"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_before_anything_is_loaded(changed, message):

@@ -1,6 +1,7 @@
 """What a real server can't be made to do, and what is checked before it is trusted; against a stand-in, everywhere."""
 
 import asyncio
+import base64
 import json
 import sys
 import threading
@@ -147,6 +148,27 @@ class TestMeeting:
 
         fake.odd["/server_info"] = slowly
         assert connect(timeout=1.0).context == 64
+
+    def test_a_login_in_the_address_is_sent_and_never_shown(self, connect, fake):
+        seen = []
+        fake.server.RequestHandlerClass.do_GET = lambda self, usual=fake.server.RequestHandlerClass.do_GET: (
+            seen.append(self.headers["Authorization"]),
+            usual(self),
+        )
+        source = connect(url=fake.url.replace("//", "//user:p%40ss@"))
+        assert set(seen) == {"Basic " + base64.b64encode(b"user:p@ss").decode()}
+        assert source._client.url == fake.url
+        with pytest.raises(SourceError) as raised:
+            connect(url="http://user:hidden@127.0.0.1:1", patience=0.2)
+        with pytest.raises(ValueError, match="must look like http") as refused:
+            connect(url="user:hidden@127.0.0.1:1")
+        assert "hidden" not in str(raised.value) + str(refused.value)
+
+    def test_a_key_that_no_header_can_hold_is_refused_without_showing_it(self, connect):
+        for key in ("", "a\nb", " k", "kö"):
+            with pytest.raises(ValueError, match=r"vllm\.api_key: wanted visible ASCII") as raised:
+                connect(key=key)
+            assert not key or key not in str(raised.value)
 
     def test_an_address_must_be_one(self, connect):
         with pytest.raises(ValueError, match="must look like http"):
@@ -912,7 +934,7 @@ class TestServers:
                 server.close()
 
     def test_one_that_dies_while_it_is_asked_for_its_version_holds_up_nothing(self, source, pair, monkeypatch, caplog):
-        monkeypatch.setattr("burnish.loops.rollouts.vllm.server._SLACK", 0.5)
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.server._STRAGGLER", 0.5)
 
         def die(body):
             pair[0].odd["/health"] = lambda body: (None, 0)

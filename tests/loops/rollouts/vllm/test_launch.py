@@ -1,5 +1,7 @@
 """How a server is started, watched over and ended, with a stand-in for the interpreter that would run vLLM."""
 
+import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import psutil
 import pytest
 from burnish.loops.rollouts.source import SourceLost
 from burnish.loops.rollouts.vllm.launch import ServerProcess
+from burnish.loops.rollouts.vllm.plugin.burnish_vllm_key import RequireKey
 from burnish.loops.rollouts.vllm.weights import Adapters, free_port, max_lora_rank
 from peft import LoraConfig
 
@@ -150,6 +153,78 @@ def test_a_server_of_another_environment_finds_the_plugin(start):
     assert entry.group == "vllm.general_plugins"
     assert (entry.name, entry.module) == ("burnish_files", "burnish_vllm_files")
     assert Path(path[0], f"{entry.module}.py").exists()
+
+
+def test_a_server_has_a_random_key_that_only_its_environment_holds(start):
+    with start() as first, start() as second:
+        assert first.key != second.key and len(first.key) > 40
+        for server in (first, second):
+            process = psutil.Process(server.pid)
+            assert process.environ()["VLLM_API_KEY"] == server.key
+            command = process.cmdline()
+            assert not any(server.key in part for part in command)
+            assert command[command.index("--middleware") + 1] == "burnish_vllm_key.RequireKey"
+            environ = Path(f"/proc/{server.pid}/environ")
+            assert environ.stat().st_mode & 0o077 == 0, "other users can't read it"
+    with start(environment={"VLLM_API_KEY": "chosen"}) as server:
+        assert server.key == "chosen"
+
+
+def test_a_server_listens_to_the_network_only_where_its_address_is_named(start, caplog):
+    def host(server):
+        command = psutil.Process(server.pid).cmdline()
+        return [command[i + 1] for i, part in enumerate(command) if part == "--host"]
+
+    with start() as server:
+        assert host(server) == ["127.0.0.1"]
+    assert not caplog.records
+    with start(host="0.0.0.0") as server:
+        assert host(server) == ["0.0.0.0"] and server.url.startswith("http://127.0.0.1:")
+    assert "the server listens at 0.0.0.0: whoever reaches port" in caplog.text
+    for flags in (["--host", "0.0.0.0"], ["--host=::"]):
+        with pytest.raises(ValueError, match=r"vllm\.options: host: opens the server to the network"):
+            start(flags=flags)
+    with pytest.raises(ValueError, match=r"vllm\.options: api_key: all users of the machine see"):
+        start(flags=["--api-key", "secret"])
+
+
+def asked(middleware, kind, *headers):
+    """What an ASGI application behind the key, and its client, see of a request."""
+    reached, sent = [], []
+
+    async def application(scope, receive, send):
+        reached.append(scope["type"])
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(middleware(application)({"type": kind, "headers": headers}, None, send))
+    return reached, sent
+
+
+def test_each_request_needs_the_key_whatever_its_route(monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "right")
+    good = (b"Authorization", b"Bearer right")
+    assert asked(RequireKey, "http", (b"host", b"a"), good) == (["http"], [])
+    assert asked(RequireKey, "lifespan") == (["lifespan"], []), "the server's start is no request"
+    for wrong in (
+        (),
+        ((b"authorization", b"Bearer wrong"),),
+        ((b"authorization", b"right"),),
+        ((b"x", b"Bearer right"),),
+    ):
+        reached, (start, body) = asked(RequireKey, "http", *wrong)
+        assert not reached and start["status"] == 401
+        assert "key was not sent" in json.loads(body["body"])["error"]["message"]
+        reached, (closed,) = asked(RequireKey, "websocket", *wrong)
+        assert not reached and closed["type"] == "websocket.close"
+
+
+def test_a_server_without_a_key_in_its_environment_does_not_start_open(monkeypatch):
+    for key in (None, ""):
+        monkeypatch.delenv("VLLM_API_KEY", raising=False) if key is None else monkeypatch.setenv("VLLM_API_KEY", key)
+        with pytest.raises(ValueError, match="there is none in its environment"):
+            RequireKey(None)
 
 
 def test_a_server_outlives_the_thread_that_started_it(start):

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import httpx2
 import pytest
 import vllm_model
 from burnish.loops.recipes.grpo import open_grpo
@@ -27,7 +28,7 @@ from online import Killed, lines, prepare, stored, under_torchrun
 from peft import LoraConfig
 from rl_loop import train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from vllm_servers import CONTEXT, ENVIRONMENT, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
+from vllm_servers import CONTEXT, ENVIRONMENT, FORKING, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
 
 pytestmark = pytest.mark.slow
 
@@ -145,13 +146,20 @@ def test_bfloat16_weights_and_those_of_a_deeper_model(server, directory):
         shallow = vllm_model.make_model(VOCABULARY, layers=1)
         config, tokenizer = shallow.config, AutoTokenizer.from_pretrained(directory / "model")
         with pytest.raises(SourceError, match="num_hidden_layers=2, the trainer's model has 1"):
-            VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
+            VLLMServer(
+                server.url,
+                key=server.key,
+                config=config,
+                tokenizer=tokenizer,
+                updates=Files(directory),
+                dtype="float32",
+            )
 
     asyncio.run(run())
 
 
 def test_a_loop_without_a_recipe_samples_from_what_was_published_last(server, directory):
-    metrics, _ = train(directory / "model", lambda policy, tokenizer: VLLMServer(server.url), steps=2)
+    metrics, _ = train(directory / "model", lambda policy, tokenizer: VLLMServer(server.url, key=server.key), steps=2)
     first, second = (step["samples"] for step in metrics)
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     assert furthest(first, model) < TOLERANCE < furthest(second, model)
@@ -165,14 +173,31 @@ def test_wrong_flags_of_a_real_server_are_named(server, directory):
         connect(server, Files(directory), directory / "model", versions=("9.9",))
     config, tokenizer = (auto.from_pretrained(directory / "model") for auto in (AutoConfig, AutoTokenizer))
     with pytest.raises(SourceError, match="the trainer in bfloat16; restart it with --dtype bfloat16"):
-        VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="bfloat16")
+        VLLMServer(
+            server.url, key=server.key, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="bfloat16"
+        )
     config.vocab_size = 300
     with pytest.raises(SourceError, match="smaller than the trainer's, of 300"):
-        VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
+        VLLMServer(
+            server.url, key=server.key, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32"
+        )
     config.vocab_size = VOCABULARY
     tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
     with pytest.raises(SourceError, match="the tokenizer of"):
-        VLLMServer(server.url, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32")
+        VLLMServer(
+            server.url, key=server.key, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32"
+        )
+
+
+def test_no_route_of_a_real_server_answers_without_the_key(server):
+    """vLLM's own check leaves out the routes of weights, and one that calls methods in its workers."""
+    known = httpx2.get(f"{server.url}/openapi.json", headers={"Authorization": f"Bearer {server.key}"}).json()["paths"]
+    routes = [(method, path) for path, methods in known.items() for method in methods]
+    assert {("post", "/update_weights"), ("post", "/collective_rpc"), ("get", "/health")} <= set(routes)
+    for method, path in [*routes, ("get", "/openapi.json"), ("get", "/docs")]:
+        for headers in ({}, {"Authorization": "Bearer guess"}, {"Authorization": server.key}):
+            answer = httpx2.request(method, server.url + path, headers=headers, json={} if method == "post" else None)
+            assert answer.status_code == 401, (method, path, answer.text)
 
 
 def test_a_run_on_two_ranks_starts_a_server_of_its_own(tmp_path):
@@ -210,14 +235,15 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(ser
         await publish(self, weights, version)
 
     with (
-        start(tmp_path) as other,
+        start(tmp_path, environment=ENVIRONMENT | FORKING | {"VLLM_API_KEY": server.key}) as other,
         patch.object(VLLMServer, "version_sent", None, create=True),
         patch.object(VLLMServer, "sample", sample_and_kill),
         patch.object(VLLMServers, "publish", publish_and_revive),
         patch("burnish.loops.runs.training.draw_curves"),
     ):
         urls = [server.url, other.url]
-        open_grpo(GRPO(**fields, output=str(tmp_path / "run"), source="vllm", vllm=VLLM(url=urls))).train()
+        vllm = VLLM(url=urls, api_key=server.key)
+        open_grpo(GRPO(**fields, output=str(tmp_path / "run"), source="vllm", vllm=vllm)).train()
     for version in (0, 3, 4):
         assert [len(completed[version, url]) for url in urls] == [8, 8], "each has two of the four groups"
     for version in (1, 2):
@@ -271,7 +297,7 @@ def test_a_run_survives_kills_of_its_trainer_and_of_the_server(max_staleness, se
         "model": str(directory / "model"),
         "output": str(tmp_path / "run"),
         "source": "vllm",
-        "vllm": {"url": server.url},
+        "vllm": {"url": server.url, "api_key": server.key},
         "max_staleness": max_staleness,
         "steps": 8 * (TRAINERS + ENGINES),
         "save_every": 3,
