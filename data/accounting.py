@@ -20,6 +20,7 @@ NOTES = {  # columns that an encoded dataset has until `summarize` has read them
     "_shortened": Value("bool"),
     "_special": Value("bool"),
     "_digests": List(Value("int64")),  # of what the row says, and of what would contradict it
+    "_ends": List(Value("int32")),  # of the completions
     "_row": Value("int64"),  # of the records
 }
 
@@ -43,6 +44,7 @@ class Accounting:
             same completion labeled the other way.
         labels: how many completions are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
+        end_tokens: those that end the completions of rows kept, or would end an answer to their prompts, in order.
         unused: columns that nothing reads.
         available: rows of the source, unless each of them is used exactly once.
         parts: of a mixture.
@@ -62,6 +64,7 @@ class Accounting:
     total_tokens: int = 0
     trained_tokens: int = 0
     max_length: int | None = None
+    end_tokens: tuple[int, ...] = ()
     unused: tuple[str, ...] = ()
     available: int | None = None
     parts: tuple["Accounting", ...] = ()
@@ -124,6 +127,7 @@ def summarize(
         total_tokens=_total(pc.list_value_length(table["prompt"])) + len(trained),
         trained_tokens=_total(trained),
         max_length=max_length,
+        end_tokens=tuple(sorted(pc.unique(pc.list_flatten(table["_ends"])).to_pylist())),
         unused=tuple(unused),
         available=records.available,
     )
@@ -144,6 +148,7 @@ def combine(parts: Sequence[Accounting], source: str | None = None) -> Accountin
     for part, (name, counter) in product(parts, counters.items()):
         counter.update(getattr(part, name))
     values |= {name: dict(counter) for name, counter in counters.items()}
+    values["end_tokens"] = tuple(sorted({token for part in parts for token in part.end_tokens}))
     values["first"] = {kind: where for part in reversed(parts) for kind, where in part.first.items()}
     if source is not None:
         return replace(parts[0], source=source, **values)

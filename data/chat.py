@@ -145,6 +145,26 @@ class Encoder:
             turns = [n for n in turns if n not in together]
         return examples
 
+    def end_tokens(self, ids: list[int], trained: list[bool]) -> set[int]:
+        """The special tokens that end the runs of trained tokens; white space may follow one."""
+        ends = set()
+        for run in re.finditer(b"\x01+", bytes(trained)):
+            end = self._before_white_space(ids, *run.span())
+            if end > run.start() and ids[end - 1] in self.special:
+                ends.add(ids[end - 1])
+        return ends
+
+    @cached_property
+    def reply_end(self) -> set[int]:
+        """The token that ends a reply under the chat template; empty if the template does not show it."""
+        question: Message = {"role": "user", "content": "Ready?"}
+        reply: Message = {"role": ASSISTANT, "content": "Yes."}
+        try:
+            ids, trained, _ = self.assistant([question, reply], {})[-1]
+        except ValueError:  # such a template is refused where its turns are trained; here nothing is
+            return set()
+        return self.end_tokens(ids, trained)
+
     def plain(self, text: str) -> list[int]:
         return self.bare(text, add_special_tokens=True)
 
@@ -304,9 +324,7 @@ class Encoder:
 
     def _end_token(self, ids: list[int], begin: int, stop: int, number: int) -> int:
         """The end of a turn in ``ids[begin:stop]``: after its end token, which only white space may follow."""
-        end = stop
-        while end > begin and ids[end - 1] not in self.special and not self._decoded(ids[end - 1]):
-            end -= 1
+        end = self._before_white_space(ids, begin, stop)
         name = f"message {number + 1}, the assistant's,"
         if end == begin or ids[end - 1] not in self.special:
             raise BadRow(
@@ -317,6 +335,13 @@ class Encoder:
         if self._is_blank(ids[begin:end]):
             problem = f"nothing of {name} is left under the chat template"
             raise BadRow("empty", f"{problem}; remove the row or use another template")
+        return end
+
+    def _before_white_space(self, ids: list[int], begin: int, stop: int) -> int:
+        """The end of ``ids[begin:stop]`` without the white space that it ends with."""
+        end = stop
+        while end > begin and ids[end - 1] not in self.special and not self._decoded(ids[end - 1]):
+            end -= 1
         return end
 
     def _is_blank(self, ids: list[int]) -> bool:

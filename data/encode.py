@@ -274,7 +274,7 @@ def _encode_rows(
         except ValueError as error:  # not the fault of this row: the others would fail as well
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
-            notes = (kind, problem, one.truncated, one.shortened, special, one.digests, index)
+            notes = (kind, problem, one.truncated, one.shortened, special, one.digests, one.ends, index)
             values = record | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
             prompt, completions, trained = one.example
             values["prompt"] = np.array(prompt, np.int32)  # lists of a batch of long rows would take gigabytes

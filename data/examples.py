@@ -79,7 +79,8 @@ class EncodedExample(NamedTuple):
     """An example and its notes.
 
     ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions; ``annotation``: its
-    label, score, ranks or step labels; ``digests``: of what its row says, and of what would contradict that.
+    label, score, ranks or step labels; ``digests``: of what its row says, and of what would contradict that;
+    ``ends``: the tokens that end its completions before `max_length` cuts them, or would end one of its prompt.
     """
 
     example: Example
@@ -87,6 +88,7 @@ class EncodedExample(NamedTuple):
     shortened: bool = False
     annotation: Any = None
     digests: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: Tokenization) -> list[EncodedExample]:
@@ -100,7 +102,8 @@ def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit:
         ids, trained = full.prompt + full.completions[0], [False] * len(full.prompt) + full.trained[0]
         kept = slice(len(ids) - excess) if limit.truncation == "keep_start" else slice(excess, None)
         if cut := _sequence(ids[kept], trained[kept]):
-            encoded.append(EncodedExample(cut, truncated=excess > 0, shortened=shortened))
+            ends = tuple(encoder.end_tokens(tokens, mask))
+            encoded.append(EncodedExample(cut, truncated=excess > 0, shortened=shortened, ends=ends))
         beyond = beyond if cut else beyond or len(full.prompt)
     if not encoded:
         kind = "fully masked" if row.prompt is None else "prompt too long"
@@ -113,19 +116,21 @@ def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit:
 def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
     """A prompt that the policy will complete."""
     assert row.prompt is not None
+    ends: tuple[int, ...] = ()
     if isinstance(row.prompt, str):
         prompt = encoder.plain(row.prompt)
         if prompt and prompt[-1] == encoder.tokenizer.eos_token_id and prompt[-1] != encoder.tokenizer.bos_token_id:
             prompt.pop()  # some tokenizers end every text, and this one goes on
     else:
         prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
+        ends = tuple(encoder.reply_end)
     if not prompt:
         problem = "the prompt has no tokens, so nothing predicts the first one of an answer"
         raise BadRow("no prompt", f"{problem}; fill it in")
     excess = limit.excess(Example(prompt, [[]], [[]]))
     if excess:
         prompt = prompt[: limit.max_length] if limit.truncation == "keep_start" else prompt[excess:]
-    return EncodedExample(Example(prompt, [], []), truncated=excess > 0)
+    return EncodedExample(Example(prompt, [], []), truncated=excess > 0, ends=ends)
 
 
 def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
@@ -143,11 +148,12 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Encod
     if _repeats(completions):
         raise BadRow("identical", "two answers have the same tokens, so neither is preferred; remove the row")
     full = Example(prompt, completions, masks)
+    ends = set().union(*map(encoder.end_tokens, completions, masks))
     excess = limit.excess(full)
     cut = _cut(full, excess, limit)
     if excess and _repeats(cut.completions):
         raise _identical_after_truncation(limit)
-    return EncodedExample(cut, truncated=excess > 0, shortened=shortened, annotation=row.annotation)
+    return EncodedExample(cut, truncated=excess > 0, shortened=shortened, annotation=row.annotation, ends=tuple(ends))
 
 
 def pair(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:

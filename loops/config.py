@@ -287,6 +287,10 @@ class Common(Settings):
     """Part to keep of a row that is too long: its start, its end, or nothing (an error)."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop the run at a row that can't be trained on, or count it and leave it out."""
+    eos_token: str | None = None
+    """A token of the vocabulary, such as <|im_end|>, that ends plain completions instead of the tokenizer's own end
+    token; it is saved as the tokenizer's, and among the end tokens of the model. Those that the chat template writes
+    need no setting."""
     chat_template: str | None = None
     """A Jinja file, or the text of a template, to use instead of the tokenizer's own chat template."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)

@@ -12,9 +12,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from ..config import Common, Lora
 from ..registry import build
+from .end_tokens import ends_of, extend
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
         model.name_or_path = str(Path(model.name_or_path).absolute())
     if config.lora.path is not None:
         _check_stored(config.lora)
+        _take_end_tokens(model, Path(config.lora.path))
         return PeftModel.from_pretrained(model, config.lora.path, is_trainable=True, autocast_adapter_dtype=in_float32)
     fields = _lora_fields(model, config.lora, task)
     _check_new(model, config.lora, fields)
@@ -66,6 +69,13 @@ def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{_field_of(error, config.lora)}: {error}") from error
     return adapted
+
+
+def _take_end_tokens(model: Any, adapter: Path) -> None:
+    """Have the model end completions as the run did that left the adapter."""
+    if model.can_generate() and (adapter / "generation_config.json").exists():
+        stored = GenerationConfig.from_pretrained(adapter)
+        extend(model.generation_config, ends_of(stored))
 
 
 def _check_stored(lora: Lora) -> None:

@@ -32,12 +32,13 @@ _FILE = "5GB"  # maximal size of a file of weights
 
 
 def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
-    """The configured tokenizer, or the model's, with the configured chat template, if there is one.
+    """The configured tokenizer, or the model's, with the configured chat template and end token, if there are any.
 
-    A tokenizer passed as an object is not changed: with another chat template it is copied.
+    A tokenizer passed as an object is not changed: with another chat template or end token it is copied.
 
     Raises:
-        ValueError: if the tokenizer can't be loaded, most likely because there is no such model.
+        ValueError: if the tokenizer can't be loaded, most likely because there is no such model; or if the end token is
+            not in its vocabulary.
     """
     if config.tokenizer is None:
         field, named = "model", config.model
@@ -48,13 +49,15 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     tokenizer: transformers.PreTrainedTokenizerBase
     if not isinstance(named, str):
         tokenizer = named
-        if config.chat_template is not None:
+        if config.chat_template is not None or config.eos_token is not None:
             tokenizer = copy.deepcopy(tokenizer)
     else:
         _refuse_adapter(named)
         tokenizer = _tokenizer_named(field, named)
     if config.chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.chat_template)
+    if config.eos_token is not None:
+        _set_eos_token(tokenizer, config.eos_token)
     return tokenizer
 
 
@@ -86,6 +89,14 @@ def _tokenizer_named(field: str, name: str) -> Any:
             f"{field}: {name} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
             f"that can be reached; check the name. {error}"
         ) from error
+
+
+def _set_eos_token(tokenizer: transformers.PreTrainedTokenizerBase, token: str) -> None:
+    if token not in tokenizer.get_vocab():
+        special = [str(each) for each in tokenizer.added_tokens_decoder.values() if each.special]
+        examples = ", ".join(special[:8])
+        raise ValueError(f"eos_token: wanted a token of the vocabulary, such as {examples}, got {token!r}")
+    tokenizer.eos_token = token
 
 
 def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
@@ -380,6 +391,9 @@ def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
             selected_adapters=["default"],
             save_embedding_layers=False,
         )
+        plain = model.get_base_model()
+        if plain.can_generate():  # for a run that goes on with the adapter: its base has other end tokens
+            plain.generation_config.save_pretrained(directory)
 
 
 def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:

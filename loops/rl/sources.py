@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from ...data import where
+from ..models.end_tokens import end_tokens
 from ..models.io import adapter_weights, is_sharded, named_weights
 from ..models.policy import Policy
 from ..redaction import redacted, resolved
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.sample import Sample
-from ..rollouts.scheduler import RolloutScheduler, end_tokens
+from ..rollouts.scheduler import RolloutScheduler
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import LOOPBACK, ServerProcess, refuse_unsafe
@@ -114,7 +115,8 @@ def open_scheduler(
     config: OnlineConfig = run.config
     stop = end_tokens(run.model.plain.generation_config, run.tokenizer)
     if not stop:
-        raise ValueError("stop: no end token; set the tokenizer's eos_token, or eos_token_id in generation_config.json")
+        raise ValueError("stop: no end token; name one that the tokenizer has, such as --eos_token '<|im_end|>'")
+    run.end_with(stop)
     accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
     read = adapter_weights if config.vllm.updates == "adapters" else named_weights
     weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))

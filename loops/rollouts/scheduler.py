@@ -25,6 +25,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ...data import encode_prompts, permutation
+from ..models.end_tokens import end_tokens
 from ..models.io import named_weights
 from .event_loops import EventLoop
 from .retries import Attempts, retrying
@@ -340,10 +341,3 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             group.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
         await self._asked.close()
-
-
-def end_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Those that the model of this configuration was made to end with, and the tokenizer's, in order."""
-    model = getattr(config, "eos_token_id", None)
-    ids = {getattr(tokenizer, "eos_token_id", None), *(model if isinstance(model, Sequence) else [model])}
-    return tuple(sorted(token for token in ids if token is not None))

@@ -9,7 +9,7 @@ curves.png       the metrics over the steps
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost, where
 from ..config import Common
 from ..models.backbone import Backbone, evaluating
+from ..models.end_tokens import add_end_tokens
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
 from ..redaction import hide, resolved_data
@@ -95,6 +96,11 @@ class RunContext(Generic[Model]):
         rows = list(dict.fromkeys(data[list(examples)][known[0]] if known else examples))
         named = ", ".join(where(records, row) if known else f"example {row + 1}" for row in rows[:_NAMED])
         return named if len(rows) <= _NAMED else f"{named} and {len(rows) - _NAMED} more"
+
+    def end_with(self, tokens: Collection[int]) -> None:
+        """Have the model end its completions with these tokens too, and say so. Every rank calls it."""
+        if line := add_end_tokens(self.model.plain, tokens, self.tokenizer):
+            self.accelerator.print(line)
 
     def feed(
         self, data: Dataset, *, whole: bool = False, per_token: Sequence[TokenColumns] = (), **options: Any
@@ -238,10 +244,10 @@ def open_run(
     config = replace(config, output=config.output and os.path.abspath(config.output))  # a reward may change to another
     tokenizer = load_tokenizer(config)
 
-    def encoded(parts: list[Records]) -> Dataset:
+    def encoded(parts: list[Records]) -> tuple[Dataset, Accounting]:
         data, accounting = main_first(accelerator, lambda: encode(parts, tokenizer, tokenization(config), **options))
         accelerator.print(hide(str(accounting)))
-        return data
+        return data, accounting
 
     stream = None
     if config.streaming:
@@ -258,8 +264,11 @@ def open_run(
         sources = resolved_data(config.data), resolved_data(config.eval_data)
         read = partial(load_data, *sources, seed=config.seed, streaming=config.streaming)
         records = main_first(accelerator, read)
-    data = encoded(records[0]) if stream is None else stream.open(0)
-    eval_data = encoded(records[1]) if records[1] else None
+    if stream is None:
+        data, accounting = encoded(records[0])
+    else:
+        data, accounting = stream.open(0), stream.accounting
+    eval_data = encoded(records[1])[0] if records[1] else None
     model, mesh = (load_weights or load_model)(config), open_mesh(config, accelerator)
     check_tokens(model, tokenizer, data, eval_data)
     if config.quantize is None and not getattr(model, "is_quantized", False) and mesh is None:
@@ -267,7 +276,10 @@ def open_run(
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
     param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
     wrapped = make(model, **({} if mesh is None else {"mesh": mesh, "param_dtype": param_dtype}))
-    return RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description)
+    run = RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description)
+    chosen = [] if config.eos_token is None else [tokenizer.eos_token_id]
+    run.end_with({*chosen, *accounting.end_tokens})
+    return run
 
 
 def tokenization(config: Common) -> Tokenization:

@@ -293,6 +293,8 @@ class Training:
         if self.directory is None:
             return
         main = self.context.accelerator.is_main_process
+        if self.context.stream is not None:  # the rows of later steps may end with other tokens than those of the first
+            self.context.end_with(self.context.stream.accounting.end_tokens)
         with checkpoint.writing("the model", self.checkpoints):
             save_model(self.context.model, self.context.tokenizer, self.directory, write=main)
             self.save()

@@ -254,6 +254,15 @@ def tools_of(name: str) -> dict:
     return {"tools": None if name == "deepseekv3" else TOOLS}  # it writes calls, and no schemas
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_end_token_of_a_turn_and_of_an_unseen_reply_is_known(stock, name) -> None:
+    encoder, end = Encoder(stock(name)), TEMPLATES[name]["end"]
+    for ids, trained, _ in encoder.assistant(CHAT, {}):
+        (token,) = encoder.end_tokens(ids, trained)
+        assert str(end).endswith(encoder.tokenizer.decode([token]))
+    assert encoder.reply_end == {token}
+
+
 @pytest.mark.parametrize(
     ("name", "as_json", "count"),
     [

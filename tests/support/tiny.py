@@ -119,17 +119,17 @@ CHATML = (
 )
 
 
-def save_model(directory, *, chat=True, seed=0, dtype=torch.float32, **changes):
+def save_model(directory, *, chat=True, seed=0, dtype=torch.float32, eos="<|end|>", **changes):
     """A two-layer Llama on bytes, with a chat template and no pad token, on disk; returns the directory.
 
-    ``changes`` are of its configuration."""
-    special = ["<|start|>", "<|end|>"]
+    ``eos`` is the end token of the tokenizer, ``changes`` are of the model's configuration."""
+    special = list(dict.fromkeys(["<|start|>", "<|end|>", eos]))
     vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
     if chat:
         fast.chat_template = CHATML
     fast.save_pretrained(directory)

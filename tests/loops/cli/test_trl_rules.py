@@ -20,10 +20,8 @@ from trl_page import COMMANDS, RECIPES
 
 # What the other configurations have can all be translated.
 REFUSED = {
-    "smollm3/sft/sft": {"eos_token", "model_revision"},
-    "smollm3/sft/mid": {"eos_token"},
+    "smollm3/sft/sft": {"model_revision"},
     "smollm3/dpo/apo": {"model_revision"},
-    "OpenR1-Distill-7B/sft/config_distill": {"eos_token"},
     "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo": {"reward_funcs"},
     "Qwen2.5-1.5B-Instruct/grpo/config_demo": {"reward_funcs"},
     "Qwen2.5-1.5B-Instruct/grpo/config_demo_code": {"reward_funcs", "num_generations"},
@@ -37,7 +35,7 @@ REFUSED = {
 
 
 # Of scripts: batches that the other flags don't make up.
-REFUSED_FLAGS = {"sft": {"eos_token"}, "grpo": {"generation_batch_size"}}
+REFUSED_FLAGS = {"grpo": {"generation_batch_size"}}
 REFUSED_FLAGS["grpo_continuous_batching"] = {"num_generations"}
 
 # Of TRL's defaults, where vLLM samples.

@@ -1,0 +1,51 @@
+"""The tokens at which a completion ends: those that a model was made with, and those that it is trained to end with."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+
+def end_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Those of a generation configuration, and the tokenizer's, in order."""
+    ids = {*ends_of(config), getattr(tokenizer, "eos_token_id", None)}
+    return tuple(sorted(token for token in ids if token is not None))
+
+
+def ends_of(config: Any) -> list[int]:
+    """The end tokens of a configuration, which has none, one, or a list of them; empty without a configuration."""
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        return []
+    return [found] if isinstance(found, int) else list(found)
+
+
+def extend(config: Any, tokens: Collection[int]) -> list[int]:
+    """Add end tokens to a generation configuration, in place: wrappers of a model hold the same object. Returns those
+    that it did not have."""
+    known = ends_of(config)
+    added = sorted(set(tokens) - set(known))
+    if added:
+        config.eos_token_id = [*known, *added]
+    return added
+
+
+def add_end_tokens(model: nn.Module, tokens: Collection[int], tokenizer: Any) -> str:
+    """Add to the tokens that end the model's completions, which `save_model` writes to generation_config.json.
+
+    A base model ends a document with one token, and the chat template that it is trained under ends an answer with
+    another: what has learned the second would run on if only the first one stopped it.
+
+    Returns:
+        A line that names what was added; empty if there was nothing to add, or if the model generates no text.
+    """
+    config: Any = getattr(model, "generation_config", None)
+    if config is None:
+        return ""
+    known = ends_of(config)
+    added = extend(config, tokens)
+    if not added:
+        return ""
+    names = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in added)
+    before = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in known) or "none"
+    return f"end tokens: completions end with {names}, added to those of generation_config.json: {before}"
