@@ -18,6 +18,7 @@ from .encode import (
     encode_preference as encode_preference,
     encode_prompts as encode_prompts,
     encode_ranking as encode_ranking,
+    encode_rows as encode_rows,
     encode_scores as encode_scores,
     encode_stepwise as encode_stepwise,
     encode_supervised as encode_supervised,

@@ -19,6 +19,7 @@ NOTES = {  # columns that an encoded dataset has until `summarize` has read them
     "_truncated": Value("bool"),
     "_shortened": Value("bool"),
     "_special": Value("bool"),
+    "_keeps_system": Value("bool"),
     "_digests": List(Value("int64")),  # of what the row says, and of what would contradict it
     "_ends": List(Value("int32")),  # of the completions
     "_row": Value("int64"),  # of the records
@@ -40,6 +41,7 @@ class Accounting:
         shortened: examples whose prompt lost its last tokens to the completion: a token spans the two, or the chat
             template renders a prompt alone differently.
         special: examples with the text of a special token in a message.
+        own_system: examples with a system message of their own, where all rows were to get one.
         contradictory: examples that another one contradicts: the same pair with chosen and rejected swapped, or the
             same completion labeled the other way.
         labels: how many completions are desirable and undesirable, where there are such labels.
@@ -59,6 +61,7 @@ class Accounting:
     first: Mapping[str, str] = field(default_factory=dict)
     shortened: int = 0
     special: int = 0
+    own_system: int = 0
     contradictory: int = 0
     labels: Mapping[str, int] = field(default_factory=dict)
     total_tokens: int = 0
@@ -85,6 +88,8 @@ class Accounting:
             lines.append(f"  {self.shortened:,} where the prompt's last tokens went to the completion")
         if self.special:
             lines.append(f"  {self.special:,} with a special token in a message; the first: {self.first['special']}")
+        if self.own_system:
+            lines.append(f"  {self.own_system:,} that keep a system message of their own, instead of system_prompt")
         if self.contradictory:
             lines += [f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"]
         if self.labels:
@@ -122,6 +127,7 @@ def summarize(
         first=first,
         shortened=_total(table["_shortened"]),
         special=_total(table["_special"]),
+        own_system=_total(table["_keeps_system"]),
         contradictory=int(np.isin(contradictions, statements).sum()),
         labels={"desirable": desirable, "undesirable": len(kept) - desirable} if labeled else {},
         total_tokens=_total(pc.list_value_length(table["prompt"])) + len(trained),

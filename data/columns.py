@@ -25,11 +25,11 @@ SOLUTION = ("prompt", "completions")  # steps without labels
 
 ANNOTATIONS = ("label", "labels", "score", "ranks")
 RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (PREFERENCE[1], "preference pairs, for a recipe such as dpo, kto or reward"),
+    (PREFERENCE[1], "preference pairs, for a recipe such as dpo or kto, or reward with --loss bradley_terry"),
     (UNPAIRED[0], "answers with labels, for a recipe such as kto"),
     (STEPWISE[0], "steps with labels, for a recipe such as prm"),
-    (SCORES[0], "answers with scores, for a recipe such as reward"),
-    (RANKING[0], "ranked answers, for a recipe such as reward"),
+    (SCORES[0], "answers with scores, for reward with --loss score_regression"),
+    (RANKING[0], "ranked answers, for reward with --loss plackett_luce"),
     *((layout, "demonstrations, for a recipe such as sft") for layout in SUPERVISED),
 )
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
@@ -67,13 +67,15 @@ class ParsedRow:
 
     An assistant message {role, content} may have ``train``, as in axolotl's data (`weight` in OpenAI's).
     ``prompt`` is None where one value holds everything: `messages`, `text`. ``annotation`` is a bool for `label`, a
-    float for `score`, and one number per completion or step for `ranks` and `labels`.
+    float for `score`, and one number per completion or step for `ranks` and `labels`. ``keeps_system``: it has another
+    system message than the one that all rows were to get.
     """
 
     prompt: str | list[Message] | None
     completions: tuple[str | list[Message], ...]
     template_options: Mapping[str, Any] = field(default_factory=dict)
     annotation: Any = None
+    keeps_system: bool = False
 
 
 def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -118,29 +120,31 @@ def unused_options(features: Mapping[str, Any], layout: tuple[str, ...], uses: C
     return [f"chat_template_kwargs.{name}" for name in names if not uses(name)]
 
 
-def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
+def read_row(record: Mapping[str, Any], layout: tuple[str, ...], system_prompt: str = "") -> ParsedRow:
     """Check a record, and take it apart into prompt, completions and annotation.
 
+    Args:
+        system_prompt: the first message of a conversation that has no system message of its own.
+
     Raises:
-        BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a wrong order; or if
-            the annotation has another type, or is of another number of completions.
+        BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a wrong order; if the
+            annotation has another type, or is of another number of completions; or if two fields contradict each other.
     """
     options = _template_options(record)
     values = {name: _value(record.get(name), name) for name in layout if name not in ("completions", *ANNOTATIONS)}
-    several: Any = record.get("completions") if "completions" in layout else []
+    several: Any = _list_of_text(record.get("completions"), "completions") if "completions" in layout else []
     _require_type("'completions'", several, list, "a list")
     if not several and "completions" in layout:
         raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
     annotation = _annotation(record.get(layout[-1]), layout[-1], len(several)) if layout[-1] in ANNOTATIONS else None
     if values.get("prompt") == []:
         raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
-    if system := record.get("system_prompt"):  # beside plain text it has no effect, and counts as unused
-        for name in ["prompt"] if isinstance(values.get("prompt"), list) else list(values):
-            if isinstance(value := values[name], list):
-                values[name] = [{"role": "system", "content": str(system)}, *value]
+    if "chosen" in values:
+        values = _with_one_prompt(values)
+    values, keeps_system = _with_system(values, str(record.get("system_prompt") or ""), system_prompt)
     prompt = values.pop("prompt", None)
     if layout in (SOLUTION, *STEPWISE):
-        return ParsedRow(prompt, _steps(several), options, annotation)
+        return ParsedRow(prompt, _steps(several), options, annotation, keeps_system)
     values |= {f"completions {number}": _value(v, f"completions {number}") for number, v in enumerate(several, 1)}
     if len(layout) == 1 and prompt is None:  # all in one value
         ((name, value),) = values.items()
@@ -150,13 +154,9 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
             raise BadRow("not text", f"'{name}' is {_kind(value)}{fix}")
         if isinstance(value, list):
             _check_completion(name, [], value)
-        return ParsedRow(None, (value,), options)
+        return ParsedRow(None, (value,), options, keeps_system=keeps_system)
     if layout in PROMPTS:
         _check_prompt(prompt or "")
-    if isinstance(prompt, str) and all(isinstance(v, list) for v in values.values()) and "chosen" in values:
-        # A plain prompt beside conversational completions is the user's message, or repeats what they begin with.
-        answers_only = all(v and isinstance(v, list) and v[0]["role"] == ASSISTANT for v in values.values())
-        prompt = [{"role": "user", "content": prompt}] if answers_only else None
     every = values if prompt is None else {"prompt": prompt, **values}
     if len({type(value) for value in every.values()}) > 1:
         kinds = ", ".join(f"'{name}' is {_kind(value)}" for name, value in every.items())
@@ -168,7 +168,55 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...]) -> ParsedRow:
         prompt, values = _split_shared(record, **values)
     for name, value in values.items():
         _check_completion(name, prompt, value)
-    return ParsedRow(prompt, tuple(values.values()), options, annotation)
+    return ParsedRow(prompt, tuple(values.values()), options, annotation, keeps_system)
+
+
+def _with_one_prompt(values: dict[str, str | list[Message]]) -> dict[str, str | list[Message]]:
+    """A pair whose plain prompt, beside conversations, has become the user's message, or is gone, as they begin with
+    it; BadRow if they begin with another one."""
+    prompt, chosen, rejected = values.get("prompt"), values["chosen"], values["rejected"]
+    if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
+        return values
+    if chosen and rejected and chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
+        return {**values, "prompt": [{"role": "user", "content": prompt}]}
+    shared = chosen[: common_prefix(chosen, rejected)]
+    asked = {_words(message.get("content")) for message in shared if message["role"] == "user"}
+    if prompt.strip() and chosen and rejected and _words(prompt) not in asked:
+        problem = "'prompt' is no message of the user's that 'chosen' and 'rejected' share"
+        fix = "leave it out (data: {path: ..., columns: [chosen, rejected]}), or correct it"
+        raise BadRow("contradictory prompt", f"{problem}; {fix}")
+    return {"chosen": chosen, "rejected": rejected}
+
+
+def _words(text: str | None) -> tuple[str, ...]:
+    return tuple((text or "").split())
+
+
+def _with_system(
+    values: dict[str, str | list[Message]], of_row: str, of_all: str
+) -> tuple[dict[str, str | list[Message]], bool]:
+    """Conversations that begin with the system message of their row, or else with the one ``of_all`` rows; and whether
+    they keep another one. Plain text gets none.
+
+    Raises:
+        BadRow: if a conversation has a system message of its own beside that of its row.
+    """
+    if not (of_row or of_all):
+        return values, False
+    with_system, keeps = dict(values), bool(of_row and of_all and of_row != of_all)
+    for name in ["prompt"] if isinstance(values.get("prompt"), list) else list(values):
+        value = values[name]
+        if not isinstance(value, list):
+            continue
+        has_own = bool(value) and value[0]["role"] in ("system", "developer")
+        if not has_own:
+            with_system[name] = [{"role": "system", "content": of_row or of_all}, *value]
+        elif of_row and value[0].get("content") != of_row:
+            problem = f"'{name}' begins with a {value[0]['role']} message, and 'system_prompt' is another one"
+            raise BadRow("roles", f"{problem}; leave one of them out")
+        elif value[0].get("content") != of_all:
+            keeps |= bool(of_all)
+    return with_system, keeps
 
 
 def without_invented(value: Any, kind: Any) -> Any:
@@ -181,10 +229,12 @@ def without_invented(value: Any, kind: Any) -> Any:
 
 
 def read_number(value: Any, name: str) -> float:
-    """A finite number; BadRow if it is missing, NaN, infinite, or no number."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+    """A finite number, or the text of one, as cells of a CSV are; BadRow if it is missing, NaN, infinite, or another
+    value."""
+    number = number_of_text(value)
+    if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
         raise BadRow(f"bad {name}", f"'{name}' is {_shown(value)}, wanted a finite number; fix it or remove the row")
-    return float(value)
+    return float(number)
 
 
 def _annotation(value: Any, name: str, count: int) -> Any:
@@ -193,12 +243,14 @@ def _annotation(value: Any, name: str, count: int) -> Any:
     if name == "score":
         return read_number(value, name)
     if name == "label":
-        if value not in (0, 1) or not isinstance(value, int | float):
+        number = number_of_text(value)
+        if number not in (0, 1) or not isinstance(number, int | float):
             raise BadRow(
                 kind, f"'label' is {_shown(value)}, wanted true or false (1 or 0); convert it or remove the row"
             )
-        return bool(value)
+        return bool(number)
     unit = "step" if name == "labels" else "answer"
+    value = _list_of_text(value, name)
     if not isinstance(value, list):
         raise BadRow(kind, f"'{name}' is {_kind(value)}, wanted a list with one for each {unit}; convert it")
     if len(value) != count:
@@ -342,11 +394,34 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    tools, options = _from_json(record.get("tools"), "'tools'"), record.get("chat_template_kwargs") or {}
+    tools = _from_json(record.get("tools"), "'tools'")
+    options = record.get("chat_template_kwargs") or {}
+    if isinstance(options, str) and options.lstrip().startswith("{"):
+        options = _from_json(options, "'chat_template_kwargs'")
     if tools is not None:
         _require_type("'tools'", tools, list, "a list of JSON schemas", fix="convert it")
     _require_type("'chat_template_kwargs'", options, Mapping, "a mapping of names to values", fix="convert it")
     return {"tools": tools or None, **{key: value for key, value in options.items() if value is not None}}
+
+
+def number_of_text(value: Any) -> Any:
+    """The number, or the true or false, that a text writes; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    word = value.strip().lower()
+    if word in ("true", "false"):
+        return word == "true"
+    try:
+        return float(word)
+    except ValueError:
+        return value
+
+
+def _list_of_text(value: Any, name: str) -> Any:
+    """The list that a text writes as JSON, in which True and False may have capitals; any other value as it is."""
+    if not (isinstance(value, str) and value.lstrip().startswith("[")):
+        return value
+    return _from_json(value if name == "completions" else value.lower(), f"'{name}'")
 
 
 def _from_json(value: Any, at: str) -> Any:

@@ -24,7 +24,7 @@ from .chat import Encoder
 from .columns import BadRow, Message, read_number, read_row
 from .examples import EncodedExample, Example, Tokenization, TrainOn
 from .mixture import load_data
-from .records import Data, DataError, Records
+from .records import Data, DataError, Records, is_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -55,8 +55,8 @@ def encode_supervised(
             assistant for `messages`, completion for `prompt`/`completion`, all for `text`.
 
     Returns:
-        Columns prompt, completions, trained, the numeric columns of the records, and `_row`, where each example is in
-        the records; and an account of every row.
+        Columns prompt, completions, trained, the numeric columns of the records (of a CSV, those whose texts are
+        numbers), and `_row`, where each example is in the records; and an account of every row.
 
     Raises:
         DataError: naming source, row and fix.
@@ -109,6 +109,24 @@ def encode_prompts(
     """
     data, accounting = _encode(records, tokenizer, options, columns.PROMPTS, examples.prompt_only)
     return data.rename_column("_row", "row"), accounting
+
+
+def encode_rows(records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT) -> tuple[Dataset, Accounting]:
+    """Rows that an environment makes prompts of: like `encode_prompts` if all of them have a column `prompt`; otherwise
+    with empty prompts, and nothing of a row is checked."""
+    parts, _ = load_data(records)
+    if all("prompt" in part.dataset.column_names for part in parts):
+        return encode_prompts(parts, tokenizer, options)
+    counts = [len(part.dataset) for part in parts]
+    empty: dict[str, list[Any]] = {name: [[]] * sum(counts) for name in COLUMNS}
+    data = Dataset.from_dict(
+        {**empty, "row": range(sum(counts))}, features=Features({**COLUMNS, "row": Value("int64")})
+    )
+    accounts = [
+        Accounting(part.source, read=count, kept=count, examples=count, truncated=0)
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    return data, accounts[0] if len(accounts) == 1 else combine(accounts)
 
 
 def encode_stepwise(
@@ -201,12 +219,14 @@ def _encode_part(
     prompts_only = layouts == columns.PROMPTS
     made = {**COLUMNS, **(annotation or {}), **NOTES}
     numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
+    written = [name for name in numeric if name not in required and is_text(source.features[name])]
     features = Features({**numeric, **made})
     encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     truncation = options.truncation or ("error" if prompts_only else "keep_start")
     encode = partial(encode, limit=replace(options, truncation=truncation, processes=None, chat_template=None))
     read = {name: kind for name, kind in source.features.items() if name in {*layout, *columns.OPTION_COLUMNS}}
     settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
+    settings |= {"written": written, "system_prompt": records.system_prompt}
     settings |= {"structures": read, "annotation": next(iter(annotation or ()), "")}
     arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
     try:
@@ -228,7 +248,8 @@ def _encode_part(
             encoded = Dataset(table, DatasetInfo(features=features), fingerprint=generate_random_fingerprint())
     except BadRow as bad:
         assert bad.row is not None
-        raise DataError(f"{records.where(bad.row)}: {bad.problem}") from None
+        skip = "" if bad.kind == "setting" else "; --on_bad_row skip leaves such rows out, and counts them"
+        raise DataError(f"{records.where(bad.row)}: {bad.problem}{skip}") from None
     unused = [name for name in source.column_names if not prompts_only and name not in {*read, *numeric}]
     unused += columns.unused_options(source.features, layout, encoder.uses)
     labeled = "desirable" in (annotation or {})
@@ -252,6 +273,8 @@ def _encode_rows(
     layout: tuple[str, ...],
     on_bad_row: str,
     required: Sequence[str],
+    written: Sequence[str],
+    system_prompt: str,
     structures: Mapping[str, Any],
     annotation: str,
     schema: pa.Schema,
@@ -260,13 +283,16 @@ def _encode_rows(
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
         record |= {name: columns.without_invented(record[name], kind) for name, kind in structures.items()}
-        kind, problem, special, encoded = None, None, False, [EncodedExample(Example([], [], []))]
+        kind, problem, special, keeps_system = None, None, False, False
+        encoded = [EncodedExample(Example([], [], []))]
         try:
             record |= {name: read_number(record[name], name) for name in required}
-            row = read_row(record, layout)
+            record |= {name: columns.number_of_text(record[name]) for name in written}
+            row = read_row(record, layout, system_prompt)
             made_of_row = encode(row, encoder)
             encoded = made_of_row if isinstance(made_of_row, list) else [made_of_row]
             special = encoder.names_special_token(row)
+            keeps_system = row.keeps_system
         except BadRow as bad:
             if on_bad_row == "error":
                 raise BadRow(bad.kind, bad.problem, index) from None
@@ -274,7 +300,7 @@ def _encode_rows(
         except ValueError as error:  # not the fault of this row: the others would fail as well
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
-            notes = (kind, problem, one.truncated, one.shortened, special, one.digests, one.ends, index)
+            notes = (kind, problem, one.truncated, one.shortened, special, keeps_system, one.digests, one.ends, index)
             values = record | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
             prompt, completions, trained = one.example
             values["prompt"] = np.array(prompt, np.int32)  # lists of a batch of long rows would take gigabytes
@@ -291,6 +317,9 @@ def _numeric_columns(
     types, numbers = records.dataset.features, ("int", "uint", "float", "bool")
     values = {name: kind for name, kind in types.items() if name not in layout and isinstance(kind, Value)}
     numeric = {name: kind for name, kind in values.items() if kind.dtype.startswith(numbers)}
+    if records.untyped:
+        texts = [name for name, kind in values.items() if is_text(kind) and name not in made]
+        numeric |= {name: Value("float64") for name in texts if _writes_numbers(records.dataset, name)}
     for name in required:
         if name not in types:
             raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it")
@@ -299,6 +328,17 @@ def _numeric_columns(
         if name in made:
             raise DataError(f"{records.source}: examples have a column '{name}' of their own; rename yours")
     return numeric
+
+
+def _writes_numbers(dataset: Dataset, name: str) -> bool:
+    """True if a column of text writes a number, true or false in every row that is not empty, and in at least one."""
+    found = False
+    for rows in dataset.select_columns([name]).iter(1000):
+        numbers = [columns.number_of_text(text) for text in rows[name] if text is not None]
+        if any(isinstance(number, str) for number in numbers):
+            return False
+        found |= bool(numbers)
+    return found
 
 
 _DECISIVE = ("chat", "columns", "encode", "examples", "turns")  # the files of this folder that determine tokens

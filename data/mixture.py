@@ -21,7 +21,7 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from .batches import permutation
 from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
-from .records import Data, DataError, Records, load, parse_name
+from .records import Data, DataError, Records, is_text, load, parse_name
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Part:
         columns: names of the columns to keep; or other names for some of them, as in ``{question: prompt}``. Several
             with the same new name are joined, with an empty line between texts; ``reward_model.ground_truth`` names
             a part of one. A column that is called `system_prompt` holds the first message of each conversation.
-        system_prompt: makes conversations of plain text, with this message first; "" for none.
+        system_prompt: makes conversations of plain text, and begins each conversation with this message, unless it has
+            a system message of its own, which it keeps and is counted; "" makes conversations without one.
         weight: how many times the rows are taken in an epoch.
         fraction: instead of a weight, this part's share of the mixture (TRL's), which is as
             long as every part has rows for.
@@ -78,7 +79,7 @@ class Part:
             dataset = dataset.select_columns(list(self.columns))
         if self.system_prompt is not None:
             dataset = _conversational(dataset, self.system_prompt, records.source)
-        return replace(records, dataset=dataset)
+        return replace(records, dataset=dataset, system_prompt=self.system_prompt or "")
 
 
 def load_data(
@@ -227,15 +228,50 @@ def _joined(rows: Mapping[str, list[Any]], new: str, several: Sequence[str]) -> 
 
 
 def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Dataset:
+    """Plain prompts and completions as conversations, the prompts with this system message first; `read_row` puts it
+    before conversations that hold their prompts."""
     roles = {"prompt": "user", "completion": ASSISTANT, "chosen": ASSISTANT, "rejected": ASSISTANT}
     roles = {name: role for name, role in roles.items() if name in dataset.column_names}
-    if "prompt" not in roles or not all(getattr(dataset.features[n], "dtype", "").endswith("string") for n in roles):
-        wanted = "wanted a column 'prompt' of plain text, and plain completions beside it"
+    is_plain = {name: is_text(dataset.features[name]) for name in roles}
+    has_conversations = not all(is_plain.values()) or {"messages", "conversations"} & {*dataset.column_names}
+    if "prompt" in roles and all(is_plain.values()):
+        as_messages: dict[str, Any] = {"roles": roles, "system_prompt": system_prompt}
+        dataset = dataset.map(
+            _as_messages, batched=True, fn_kwargs=as_messages, remove_columns=list(roles), desc="Making conversations"
+        )
+    elif "prompt" in roles and not is_plain["prompt"]:
+        begin: dict[str, Any] = {"system_prompt": system_prompt}
+        dataset = dataset.map(
+            _begun, batched=True, fn_kwargs=begin, features=dataset.features, desc="Adding the system prompt"
+        )
+    elif not has_conversations:
+        wanted = "wanted conversations, or a column 'prompt' of plain text and plain completions beside it"
         raise DataError(f"{source}: system_prompt: {wanted}, found ({', '.join(dataset.column_names)})")
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return dataset
 
-    def as_messages(rows: Mapping[str, list[str]]) -> dict[str, list[list[Message]]]:
-        turns = {name: [[{"role": role, "content": text}] for text in rows[name]] for name, role in roles.items()}
-        return turns | {"prompt": [system + turn for turn in turns["prompt"]]}
 
-    return dataset.map(as_messages, batched=True, remove_columns=list(roles), desc="Making conversations")
+def _as_messages(
+    rows: Mapping[str, list[str]], roles: Mapping[str, str], system_prompt: str
+) -> dict[str, list[list[Message]]]:
+    """Plain texts as messages. A row with a `system_prompt` of its own gets that one, from `read_row`."""
+    turns = {name: [[{"role": role, "content": text}] for text in rows[name]] for name, role in roles.items()}
+    system: Message = {"role": "system", "content": system_prompt}
+    of_rows = rows.get("system_prompt") or [None] * len(turns["prompt"])
+    for of_row, turn in zip(of_rows, turns["prompt"], strict=True):
+        if system_prompt and not of_row:
+            turn.insert(0, system)
+    return turns
+
+
+def _begun(rows: Mapping[str, list[Any]], system_prompt: str) -> dict[str, list[Any]]:
+    """Prompts that are conversations, with the system message where they and their rows have none: rewards and
+    environments see it too."""
+    prompts = []
+    of_rows = rows.get("system_prompt") or [None] * len(rows["prompt"])
+    for of_row, prompt in zip(of_rows, rows["prompt"], strict=True):
+        if system_prompt and not of_row and isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+            role, content = ("role", "content") if prompt[0].get("role") else ("from", "value")
+            if prompt[0].get(role) not in ("system", "developer"):
+                prompt = [{role: "system", content: system_prompt}, *prompt]
+        prompts.append(prompt)
+    return {"prompt": prompts}

@@ -14,7 +14,7 @@ import datasets
 import fsspec
 import numpy as np
 import numpy.typing as npt
-from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
 from datasets.table import CastError
 
 from .columns import TEXT_COLUMNS
@@ -41,6 +41,8 @@ class Records:
         lines: the JSON Lines file whose lines are the rows, if there is one.
         picked: where each row is in the source, if not all of them were taken.
         available: rows of the source.
+        untyped: all columns are text, as of a CSV; where numbers are wanted, texts that write them are taken.
+        system_prompt: first message of its conversations that have no system message of their own; "" for none.
     """
 
     dataset: Dataset
@@ -48,6 +50,8 @@ class Records:
     lines: Path | None = None
     picked: npt.NDArray[np.int64] | None = None
     available: int | None = None
+    untyped: bool = False
+    system_prompt: str = ""
 
     def where(self, row: int) -> str:
         """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count from 1."""
@@ -73,7 +77,7 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
         data: a .json, .jsonl, .csv, .tsv, .parquet or .arrow file, or one in .gz, .zst, .xz or .bz2; several of one
             kind, as in ``rows-*.jsonl``; a directory that `Dataset.save_to_disk` wrote, or one of such files; the name
             of a dataset on the Hub; or the rows themselves. Text may name more than the path:
-            ``path:config@revision#split``, where each of the three may be left out.
+            ``path:config@revision#split``, where each of the three may be left out. Cells of a CSV are text.
         split: of a dataset that has several; ``train[:1000]`` takes a part.
         options: others of `datasets.load_dataset`: name (of the configuration), revision, data_files, data_dir;
             streaming gives an IterableDataset.
@@ -95,6 +99,7 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
         records = Records(table(data), "records")
     else:
         raise DataError(f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}")
+    records = replace(records, untyped=records.dataset.info.builder_name == "csv")
     if isinstance(records.dataset, IterableDataset):
         return records
     if len(records.dataset) == 0:
@@ -124,7 +129,8 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
     reader = _reader(file)
     streamed = {"streaming": True} if options.pop("streaming", False) else {}
     if file.is_dir() and not options:
-        return Records(_from_directory(file, split, **streamed), file.name + source.removeprefix(path))
+        folder = file.resolve()  # "." has no name, and `datasets` takes it for none
+        return Records(_from_directory(folder, split, **streamed), folder.name + source.removeprefix(path))
     if reader is None and file.is_file():
         raise DataError(f"{path}: wanted a file that ends in {', '.join(READERS)}, got {file.suffix or 'no ending'}")
     if reader is None or options:
@@ -133,7 +139,7 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
         raise DataError(f"{path}: no such file")
     # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
     options = {"encoding": "utf-8-sig"} if reader in ("json", "csv") else {}
-    options |= _csv_options(file) if reader == "csv" else {}
+    options |= _csv_options(_first(file)) if reader == "csv" else {}
     with quiet():
         try:
             dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
@@ -161,9 +167,7 @@ def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
             if left := [file.name for file in rows if file.resolve() not in read]:
                 fix = f"name the files that are to be read as parts: data: [{path.name}/{left[0]}, ...]"
                 raise ValueError(f"{', '.join(left)} would be left out beside {min(read).name}; {fix}")
-        dataset = (
-            datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), split=split, **streamed)
-        )
+        dataset = datasets.load_from_disk(str(path)) if saved else _read(str(path), split=split, **streamed)
     except Exception as error:
         raise DataError(f"{path.name}: not a dataset that can be read: {_root(error)}") from error
     return _split_of(dataset, split, path.name) if saved else dataset
@@ -172,12 +176,22 @@ def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
 def _from_hub(path: str, source: str, split: str, **options: Any) -> Dataset:
     name = options.pop("name", None)
     try:
-        return datasets.load_dataset(path, name, split=split, **options)
+        return _read(path, name, split=split, **options)
     except Exception as error:
         raise DataError(
             f"{source}: no such file, and not read from the Hub: {_root(error)}; "
             f"wanted a path, or name:config@revision#split of a dataset; the split is '{split}' here"
         ) from error
+
+
+def _read(*where: str | None, **options: Any) -> Dataset:
+    """A dataset of files; the cells of CSV files as text, of which `datasets` would make numbers and nulls."""
+    dataset = datasets.load_dataset(*where, **options)
+    if dataset.info.builder_name != "csv":
+        return dataset
+    names = dataset.column_names or list(next(iter(dataset), {}))  # the columns of a stream are unknown
+    text = Features({name: Value("string") for name in names})
+    return datasets.load_dataset(*where, **options, features=text, keep_default_na=False, na_values=[""])
 
 
 def _split_of(dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, source: str) -> Any:
@@ -193,6 +207,11 @@ def _split_of(dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, 
     return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
 
 
+def is_text(kind: Any) -> bool:
+    """True for the feature of a column of text."""
+    return isinstance(kind, Value) and kind.dtype.endswith("string")
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
@@ -205,18 +224,35 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
         raise DataError(f"records: the rows don't fit into one table: {_root(error)}") from error
 
 
+def _first(file: Path) -> Path:
+    """The first of the files that a pattern matches."""
+    return min(file.parent.glob(file.name), default=file) if "*" in file.name else file
+
+
 def _csv_options(path: Path) -> dict[str, Any]:
-    """Commas, semicolons or tabs; a completion of "42" or "None" is text; elsewhere an empty cell is a missing one."""
+    """Commas, semicolons or tabs. Every cell is text: as a number, "06" would be 6, and "None" would be missing. An
+    empty cell is an empty text in the columns of a prompt or a completion, and missing in others.
+
+    Raises:
+        DataError: if two columns have one name, or if the first row has more cells than the header.
+    """
     with _open(path, "rt", newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline()
         separator = next((each for each in ",;\t" if each in first), ",")
         file.seek(0)
-        header = next(csv.reader(file, delimiter=separator), [])
+        rows = csv.reader(file, delimiter=separator)
+        header, cells = next(rows, []), next(rows, [])
+    if repeated := [name for name in header if name and header.count(name) > 1]:
+        raise DataError(f"{path.name}: two columns are called {repeated[0]!r}; rename one of them")
+    if len(cells) > len(header):  # the reader would take the first cell of each row for its number
+        counts = f"row 1 has {len(cells)} cells and the header has {len(header)}"
+        raise DataError(f"{path.name}: {counts}; quote cells that hold a {separator!r}, or remove it from line ends")
+    names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # as the reader calls them
     return {
         "sep": separator,
-        "converters": {name: str for name in header if name in TEXT_COLUMNS},
+        "features": Features({name: Value("string") for name in names}),
         "keep_default_na": False,
-        "na_values": {name: [""] for name in header if name not in TEXT_COLUMNS},
+        "na_values": {name: [""] for name in names if name not in TEXT_COLUMNS},
     }
 
 

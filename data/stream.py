@@ -10,7 +10,7 @@ all parts together `BLOCK`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from typing import Any
@@ -127,7 +127,9 @@ class _Reader:
     def records(self, numbers: Sequence[int]) -> Records:
         picked = [self._row(number) for number in numbers]
         rows = np.array([number for number, _ in picked])
-        return self.part.reshaped(Records(table([row for _, row in picked]), self.stored.source, picked=rows))
+        return self.part.reshaped(
+            replace(self.stored, dataset=table([row for _, row in picked]), lines=None, picked=rows)
+        )
 
     def _row(self, number: int) -> tuple[int, dict[str, Any]]:
         """The number of a row in the part, and the row."""

@@ -50,7 +50,8 @@ def _encoder(recipe: str, config: Any) -> Callable[..., Any]:
     if recipe == "reward":
         return encoder(config)[0]
     pairs = {"dpo": data.encode_preference, "orpo": data.encode_preference, "cpo": data.encode_preference}
-    return {**pairs, "kto": data.encode_unpaired}.get(recipe, data.encode_prompts)
+    prompts = data.encode_prompts if getattr(config, "environment", None) is None else data.encode_rows
+    return {**pairs, "kto": data.encode_unpaired}.get(recipe, prompts)
 
 
 def _texts(example: data.Example, tokenizer: Any, recipe: str, *, color: bool) -> Iterator[Text]:

@@ -52,7 +52,8 @@ class GuessNumber:
         self.low = self.high = self.secret = self.used = 0
 
     def reset(self, row: Row) -> Any:
-        self.low, self.high, self.secret, self.used = row["low"], row["high"], row["secret"], 0
+        self.low, self.high, self.secret = (int(row[name]) for name in ("low", "high", "secret"))  # text in a CSV
+        self.used = 0
         return row["prompt"]
 
     def step(self, completion: Sample) -> Step:

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 
-from ...data import Records, concatenated, encode_prompts, load_data
+from ...data import Records, concatenated, encode_prompts, encode_rows, load_data
 from ..environments import MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
@@ -110,12 +110,15 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     records = load_data(resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed)
     rows = concatenated(records[0])
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
-    run = open_run(config, encode_prompts, make_policy, records=records, accelerator=accelerator)
+    encode = encode_prompts if make is None else encode_rows
+    run = open_run(config, encode, make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse: Callable[..., RolloutSource] = RLContext.converse
     if make is not None:
         # Without a template only environments that speak in token ids are understood.
         turns = turns_for(make, run.tokenizer, config.chat_template_kwargs) if run.tokenizer.chat_template else None
+        if turns is not None:
+            run.end_with({turns.end})
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:

@@ -46,11 +46,23 @@ def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
         (["promt", "completion"], SUPERVISED, "found the columns (promt, completion), wanted (prompt, completion) or"),
         (["promt", "completion"], SUPERVISED, "should 'promt' be 'prompt'?"),
         (["choosen", "rejected"], PREFERENCE, "should 'choosen' be 'chosen'?"),
-        (["chosen", "rejected"], SUPERVISED, "these are preference pairs, for a recipe such as dpo, kto or reward"),
+        (
+            ["chosen", "rejected"],
+            SUPERVISED,
+            "these are preference pairs, for a recipe such as dpo or kto, or reward with",
+        ),
         (["prompt", "completion", "label"], PREFERENCE, "these are answers with labels, for a recipe such as kto"),
         (["prompt", "completions", "labels"], PREFERENCE, "these are steps with labels, for a recipe such as prm"),
-        (["prompt", "completion", "score"], STEPWISE, "these are answers with scores, for a recipe such as reward"),
-        (["prompt", "completions", "ranks"], STEPWISE, "these are ranked answers, for a recipe such as reward"),
+        (
+            ["prompt", "completion", "score"],
+            STEPWISE,
+            "these are answers with scores, for reward with --loss score_regression",
+        ),
+        (
+            ["prompt", "completions", "ranks"],
+            STEPWISE,
+            "these are ranked answers, for reward with --loss plackett_luce",
+        ),
         (["prompt", "completion", "lable"], UNPAIRED, "for a recipe such as sft; should 'lable' be 'label'?"),
         (
             ["instruction", "context", "response"],
@@ -245,13 +257,62 @@ def test_a_label_is_true_or_false_or_one_or_zero(label, desirable) -> None:
     assert row.annotation is desirable
 
 
+@pytest.mark.parametrize(
+    ("layout", "record", "annotation"),
+    [
+        (UNPAIRED[0], {"completion": "a", "label": "True"}, True),
+        (UNPAIRED[0], {"completion": "a", "label": " 0 "}, False),
+        (SCORES[0], {"completion": "a", "score": "-1e-1"}, -0.1),
+        (STEPWISE[0], {"completions": '["a", "True"]', "labels": "[True, 0.25]"}, [1.0, 0.25]),
+        (RANKING[0], {"completions": '["a", "b"]', "ranks": "[1, 0]"}, [1, 0]),
+    ],
+)
+def test_numbers_and_lists_may_be_text_as_in_a_csv(layout, record, annotation) -> None:
+    row = read_row({"prompt": "q", **record}, layout)
+    assert repr(row.annotation) == repr(annotation)
+    if "completions" in record:
+        assert list(row.completions) == json.loads(record["completions"])
+
+
+SAME = {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}
+
+
+def test_a_prompt_that_repeats_the_user_is_no_part_of_a_pair_twice() -> None:
+    again = {"role": "user", "content": "And then?"}
+    several = {"chosen": [USER, ANSWER, again, ANSWER], "rejected": [USER, ANSWER, again, OTHER]}
+    for pair, prompt in ((SAME, USER["content"]), (SAME, f" {USER['content']}\n"), (several, "And then?"), (SAME, "")):
+        assert read_row({"prompt": prompt, **pair}, PREFERENCE[0]).prompt == pair["chosen"][:-1]
+
+
+def test_a_prompt_that_contradicts_its_conversations_is_refused() -> None:
+    with pytest.raises(BadRow, match="'prompt' is no message of the user's that 'chosen' and 'rejected' share") as bad:
+        read_row({"prompt": "something else", **SAME}, PREFERENCE[0])
+    assert bad.value.kind == "contradictory prompt"
+    assert "columns: [chosen, rejected]" in bad.value.problem
+
+
+def test_a_plain_prompt_stays_beside_answers_and_a_system_prompt() -> None:
+    record = {"prompt": "q", "chosen": [ANSWER], "rejected": [OTHER], "system_prompt": "s"}
+    row = read_row(record, PREFERENCE[0])
+    assert row.prompt == [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+
+
+def test_two_system_messages_of_one_row_are_refused_unless_they_agree() -> None:
+    own = {"role": "system", "content": "Be kind."}
+    record = {"messages": [own, USER, ANSWER], "system_prompt": "Be kind."}
+    assert read_row(record, ("messages",)).completions == ([own, USER, ANSWER],)
+    problem = "'messages' begins with a system message, and 'system_prompt' is another one; leave one of them out"
+    with pytest.raises(BadRow, match=problem):
+        read_row({**record, "system_prompt": "Be brief."}, ("messages",))
+
+
 def test_content_in_parts_of_text_is_joined() -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "it?"}]
     row = read_row({"messages": [{"role": "user", "content": parts}, ANSWER]}, ("messages",))
     assert row.completions == ([{"role": "user", "content": "What is it?"}, ANSWER],)
 
 
-@pytest.mark.parametrize("label", [2, -1, 0.5, "1", "true", None, math.nan, [True]])
+@pytest.mark.parametrize("label", [2, -1, 0.5, "2", "yes", "", None, math.nan, [True]])
 def test_a_label_is_nothing_else(label) -> None:
     shown = "missing" if label is None else repr(label)
     with pytest.raises(
@@ -261,7 +322,7 @@ def test_a_label_is_nothing_else(label) -> None:
     assert caught.value.kind == "bad label"
 
 
-@pytest.mark.parametrize("score", [True, "0.5", None, math.nan, math.inf])
+@pytest.mark.parametrize("score", [True, "0,5", "true", None, math.nan, math.inf])
 def test_a_score_is_a_finite_number(score) -> None:
     shown = "missing" if score is None else repr(score)
     with pytest.raises(BadRow, match=re.escape(f"'score' is {shown}, wanted a finite number; fix it or")) as caught:

@@ -140,6 +140,27 @@ def test_numeric_columns_pass_through_and_others_are_reported(byte_tokenizer) ->
     assert "unused columns: author, chat" in str(accounting)
 
 
+def test_columns_of_a_csv_that_write_numbers_are_numeric(tmp_path, byte_tokenizer) -> None:
+    table = "text,weight,sure,code,note\na,0.5,True,06,\nb,,false,x7,\n"
+    (tmp_path / "a.csv").write_text(table)
+    for options in (Tokenization(), Tokenization(cached=False)):
+        dataset, accounting = encode_supervised(tmp_path / "a.csv", byte_tokenizer(), options)
+        assert dataset["weight"][:] == [0.5, None]
+        assert dataset["sure"][:] == [1.0, 0.0]
+        assert accounting.unused == ("code", "note")
+    assert encode_supervised([{"text": "a", "code": "06"}], byte_tokenizer())[1].unused == ("code",)
+
+
+def test_a_bad_row_names_its_fix_and_how_to_leave_all_of_them_out(byte_tokenizer) -> None:
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "a"}]
+    advice = "remove the row; --on_bad_row skip leaves such rows out, and counts them"
+    with pytest.raises(DataError, match=advice):
+        encode_preference(rows, byte_tokenizer())
+    with pytest.raises(DataError, match="no EOS token") as setting:  # which is no row's fault
+        encode_supervised([{"text": "a"}], byte_tokenizer(eos_token=""))
+    assert "on_bad_row" not in str(setting.value)
+
+
 def test_a_numeric_column_with_a_name_of_ours_is_refused(byte_tokenizer) -> None:
     with pytest.raises(DataError, match="examples have a column 'trained' of their own; rename yours"):
         encode_supervised([{"text": "a", "trained": 1}], byte_tokenizer())

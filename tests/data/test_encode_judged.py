@@ -268,6 +268,15 @@ def test_a_margin_that_was_asked_for_is_a_number_in_every_row(margin, shown, byt
     assert (dataset["margin"][:], accounting.skipped) == ([1.0, 2.0], {"bad margin": 1})
 
 
+def test_a_margin_and_a_label_may_stand_in_a_csv(tmp_path, byte_tokenizer) -> None:
+    (tmp_path / "a.csv").write_text("prompt,chosen,rejected,margin\np,a,b,1.5\n")
+    dataset, _ = encode_preference(tmp_path / "a.csv", byte_tokenizer(), numeric_columns=["margin"])
+    assert dataset["margin"][:] == [1.5]
+    (tmp_path / "b.csv").write_text("prompt,chosen,rejected,margin\np,a,b,much\n")
+    with pytest.raises(DataError, match="'margin' is 'much', wanted a finite number"):
+        encode_preference(tmp_path / "b.csv", byte_tokenizer(), numeric_columns=["margin"])
+
+
 def test_a_column_that_was_asked_for_must_be_there(byte_tokenizer) -> None:
     rows = [{"prompt": "p", "chosen": "a", "rejected": "c", "margn": 1}]
     with pytest.raises(

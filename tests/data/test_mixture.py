@@ -127,8 +127,61 @@ def test_a_system_prompt_makes_conversations_of_texts(write, byte_tokenizer) -> 
     assert part.dataset[0] == {"prompt": [system, user], "completion": [{"role": "assistant", "content": " 0"}]}
     (part,), _ = load_data({**data, "system_prompt": ""})
     assert part.dataset[0]["prompt"] == [user]
-    with pytest.raises(DataError, match=r"b\.jsonl: system_prompt: wanted a column 'prompt' of plain text, and"):
-        load_data({**data, "path": write("b", [{"messages": [user]}])})
+    with pytest.raises(
+        DataError, match=r"b\.jsonl: system_prompt: wanted conversations, or a column 'prompt' of plain"
+    ):
+        load_data({**data, "path": write("b", [{"text": "a"}])})
+
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+OTHER = {"role": "assistant", "content": "What?"}
+OWN, COUNT = ({"role": "system", "content": text} for text in ("Be kind.", "Count."))
+
+
+@pytest.mark.parametrize(
+    ("encode", "row", "expected"),
+    [
+        (encode_supervised, {"messages": [USER, ANSWER]}, [COUNT, USER]),
+        (encode_supervised, {"messages": [OWN, USER, ANSWER]}, [OWN, USER]),
+        (encode_supervised, {"messages": [COUNT, USER, ANSWER]}, [COUNT, USER]),
+        (encode_supervised, {"messages": json.dumps([USER, ANSWER])}, [COUNT, USER]),
+        (
+            encode_supervised,
+            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "x"}]},
+            [COUNT, USER],
+        ),
+        (encode_supervised, {"prompt": "Hi", "messages": [USER, ANSWER]}, [COUNT, USER]),
+        (encode_supervised, {"prompt": [USER], "completion": [ANSWER]}, [COUNT, USER]),
+        (encode_supervised, {"prompt": [OWN, USER], "completion": [ANSWER]}, [OWN, USER]),
+        (encode_supervised, {"prompt": "Hi", "completion": "x", "system_prompt": "Be kind."}, [OWN, USER]),
+        (encode_supervised, {"messages": [USER, ANSWER], "system_prompt": "Be kind."}, [OWN, USER]),
+        (encode_preference, {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, [COUNT, USER]),
+        (encode_preference, {"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, [COUNT, USER]),
+        (encode_preference, {"prompt": "Hi", "chosen": [ANSWER], "rejected": [OTHER]}, [COUNT, USER]),
+        (encode_prompts, {"prompt": [USER]}, [COUNT, USER]),
+        (encode_prompts, {"prompt": [OWN, USER]}, [OWN, USER]),
+        (encode_prompts, {"prompt": "Hi"}, [COUNT, USER]),
+    ],
+)
+def test_one_system_prompt_begins_conversations_of_every_layout(write, byte_tokenizer, encode, row, expected) -> None:
+    tokenizer = byte_tokenizer("chatml")
+    data, account = encode({"path": write("a", [row]), "system_prompt": "Count."}, tokenizer)
+    prompt = tokenizer.apply_chat_template(expected, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(data[0]["prompt"]) == prompt
+    keeps = expected[0] == OWN
+    assert account.own_system == keeps
+    assert ("1 that keep a system message of their own, instead of system_prompt" in str(account)) == keeps
+
+
+def test_an_empty_system_prompt_adds_no_message_to_conversations(write) -> None:
+    (part,), _ = load_data({"path": write("a", [{"prompt": [USER], "completion": [ANSWER]}]), "system_prompt": ""})
+    assert part.dataset[0] == {"prompt": [USER], "completion": [ANSWER]}
+
+
+def test_a_prompt_shows_its_system_message_to_rewards_and_environments(write) -> None:
+    rows = [{"prompt": [USER]}, {"prompt": [OWN, USER]}, {"prompt": [USER], "system_prompt": "Be kind."}]
+    (part,), _ = load_data({"path": write("a", rows), "system_prompt": "Count."})
+    assert part.dataset["prompt"][:] == [[COUNT, USER], [OWN, USER], [USER]]
 
 
 def test_a_weight_is_how_many_times_the_rows_are_taken(write) -> None:

@@ -27,7 +27,6 @@ def test_every_source_of_records_gives_the_same_rows(tmp_path) -> None:
     sources = [
         write(tmp_path / "a.jsonl", lines(ROWS)),
         str(write(tmp_path / "a.json", json.dumps(ROWS))),
-        write(tmp_path / "a.csv", "prompt,completion,margin\na,42,1.5\nb,None,2\n"),
         tmp_path / "a.parquet",
         tmp_path / "saved",
         tmp_path / "splits",
@@ -53,19 +52,64 @@ def test_a_part_of_a_split_can_be_read(tmp_path) -> None:
     assert list(load(write(tmp_path / "a.jsonl", lines(ROWS)), split="train[1:]").dataset) == ROWS[1:]
 
 
-def test_an_empty_cell_of_a_csv_is_empty_text_or_a_missing_number(tmp_path) -> None:
+TABLE = "prompt,completion,answer\na,42,06\nb,None,1.50\n"
+CELLS = [{"prompt": "a", "completion": "42", "answer": "06"}, {"prompt": "b", "completion": "None", "answer": "1.50"}]
+
+
+def test_every_cell_of_a_csv_is_text_wherever_the_file_is(tmp_path) -> None:
+    folder, other = tmp_path / "folder", tmp_path / "with_card"
+    folder.mkdir()
+    other.mkdir()
+    file = write(folder / "train.csv", TABLE)
+    write(other / "train.csv", TABLE)
+    write(other / "README.md", "A card.")
+    for source in (file, folder, f"{folder}/*.csv", other):
+        assert list(load(source).dataset) == CELLS, source
+    assert list(load(str(folder), data_files="train.csv").dataset) == CELLS
+    assert list(load(file, streaming=True).dataset) == list(load(folder, streaming=True).dataset) == CELLS
+
+
+@pytest.mark.parametrize(
+    ("table", "problem"),
+    [
+        ("prompt,prompt\na,b\n", "a.csv: two columns are called 'prompt'; rename one of them"),
+        (
+            "prompt,completion\na,b,\nc,d,\n",
+            "a.csv: row 1 has 3 cells and the header has 2; quote cells that hold a ','",
+        ),
+    ],
+)
+def test_a_csv_whose_cells_have_no_column_of_their_own_is_refused(tmp_path, table, problem) -> None:
+    with pytest.raises(DataError, match=re.escape(problem)):
+        load(write(tmp_path / "a.csv", table))
+
+
+def test_the_working_directory_is_named_by_its_name(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=f"^{tmp_path.name}: not a dataset that can be read: .*any .*data files"):
+        load(".")
+    write(tmp_path / "train.jsonl", lines(ROWS))
+    assert list(load(".").dataset) == ROWS
+
+
+def test_a_csv_with_numbered_rows_keeps_its_columns(tmp_path) -> None:
+    (row,) = load(write(tmp_path / "a.csv", ",prompt,completion\n0,a,b\n")).dataset
+    assert (row["prompt"], row["completion"]) == ("a", "b")
+
+
+def test_an_empty_cell_of_a_csv_is_empty_text_or_a_missing_value(tmp_path) -> None:
     records = load(write(tmp_path / "a.csv", "prompt,completion,margin\na,,\nNA,null,2\n"))
     assert list(records.dataset) == [
         {"prompt": "a", "completion": "", "margin": None},
-        {"prompt": "NA", "completion": "null", "margin": 2.0},
+        {"prompt": "NA", "completion": "null", "margin": "2"},
     ]
 
 
 @pytest.mark.parametrize("name, separator", [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.tsv.gz", "\t")])
 def test_columns_may_be_separated_by_semicolons_or_tabs(tmp_path, name, separator) -> None:
-    text = "prompt,completion,margin\na,42,1.5\nb,None,2\n".replace(",", separator)
+    text = TABLE.replace(",", separator)
     (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
-    assert list(load(tmp_path / name).dataset) == ROWS
+    assert list(load(tmp_path / name).dataset) == CELLS
 
 
 def test_records_in_memory_keep_columns_that_the_first_one_lacks() -> None:
