@@ -272,6 +272,8 @@ class MultiTurnSource:
         """Add the reward and the counts of a turn."""
         info["turn_rewards"].append(as_score(step.reward))
         info["environment_reward"] = _total(info["turn_rewards"])
+        if not isinstance(step.counts, Mapping):
+            raise ValueError(f"environment: counts must be a mapping of names to numbers, got {step.counts!r:.200}")
         for name, count in step.counts.items():
             who = f"environment: counts[{name!r}]"
             number = plain(count, who)
@@ -382,7 +384,7 @@ def _observed(observation: Any, what: str) -> Any:
         observation = observation.tolist()
     if isinstance(observation, str):
         return observation
-    if isinstance(observation, Mapping) or not isinstance(observation, Iterable):
+    if isinstance(observation, Mapping | bytes) or not isinstance(observation, Iterable):  # bytes are integers
         raise ValueError(f"environment: {what} {observation!r:.200}; {_WANTED}")
     entries = list(observation)
     if all(isinstance(entry, Integral) for entry in entries):

@@ -30,6 +30,7 @@ import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from numbers import Real
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -94,6 +95,12 @@ class RewardFunction:
         if not self.timeout > 0:
             raise ValueError(f"reward {self.name}: its timeout must be > 0 seconds, got {self.timeout}")
         self.function = adapted(self.function)
+        over = getattr(self.function, "over", "sample")
+        if over not in ("sample", "group", "step"):
+            raise ValueError(f"reward {self.name}: its attribute over must be sample, group or step, got {over!r}")
+        concurrency = getattr(self.function, "concurrency", 1)
+        if not isinstance(concurrency, int) or concurrency < 1:  # at 0 each call would wait for ever
+            raise ValueError(f"reward {self.name}: its attribute concurrency must be >= 1, got {concurrency!r}")
 
 
 def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step") -> Callable[..., Any]:
@@ -399,7 +406,7 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
     for i, sample in enumerate(samples):
         score = sample.rewards[reward.name] = failure or as_score(values[i])
         if isinstance(score, str) and score not in reward.reported:
-            reward.reported[score] = detail or f"{values[i]!r:.200}"
+            reward.reported[score] = detail or _shown(values[i])
             masks = "it is masked, and" if reward.weight else "at weight 0 nothing is masked;"
             log.warning(
                 "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
@@ -416,19 +423,33 @@ async def _returned(function: Callable[..., Any], arguments: Any, single: bool) 
     value = await call(function, *arguments)
     if single:
         return [value]
+    enough = len(arguments[1]) + 1  # of a generator that never ends
     if isinstance(value, AsyncIterator):
-        value = [entry async for entry in value]
+        entries = []
+        async for entry in value:
+            entries.append(entry)
+            if len(entries) == enough:
+                break
+        value = entries
     elif isinstance(value, Iterator):  # a generator, whose code runs only now
-        value = await call(list, value)
+        value = await call(list, islice(value, enough))
     elif hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple):
-        raise _WrongLength(f"returned {value!r:.200} for {len(arguments[1])} completions")
+        raise _WrongLength(f"returned {_shown(value)} for {len(arguments[1])} completions")
     if len(value) != len(arguments[1]):
         raise _WrongLength(f"returned {len(value)} for {len(arguments[1])} completions")
     if all(isinstance(entry, list | tuple) and len(entry) == 1 for entry in value):
         return [entry[0] for entry in value]
     return list(value)
+
+
+def _shown(value: Any) -> str:
+    """The beginning of what a function returned; whatever its own ``__repr__`` raises ends nothing."""
+    try:
+        return f"{value!r:.200}"
+    except Exception as error:
+        return f"a {type(value).__name__}, whose repr raises {type(error).__name__}"
 
 
 def _explained(error: Exception, row: Row) -> str:

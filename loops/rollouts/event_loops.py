@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import sys
 import threading
 import time
 import types
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_DEVICES = ("cpu", "cuda")  # whose autocast is looked after
 _BLOCKS = 1.0  # seconds between two awaits, from which on a function is said to block the event loop
 
 
@@ -85,16 +87,46 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+class _TorchState:
+    """What torch does in this thread: gradients, inference mode, autocast. Torch may be absent from this process."""
+
+    def __init__(self) -> None:
+        self.torch: Any = sys.modules.get("torch")
+        self.grad = self.inference = False
+        self.autocast: dict[str, bool] = {}
+        if self.torch is not None:
+            self.grad = self.torch.is_grad_enabled()
+            self.inference = self.torch.is_inference_mode_enabled()
+            self.autocast = {device: self.torch.is_autocast_enabled(device) for device in _DEVICES}
+
+    def restore(self) -> None:
+        for device, enabled in self.autocast.items():
+            self.torch.set_autocast_enabled(device, enabled)
+        if self.torch is not None:
+            self.torch.set_grad_enabled(self.grad)
+
+
 @types.coroutine
 def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any, T]:
     """Await a user's coroutine, and log a warning, once for each name, if it blocks the event loop.
 
     It runs from one of its awaits to the next while everything else in the loop waits, and no timeout can end it.
+
+    What it sets in torch, such as ``with torch.no_grad():`` around an await, holds for itself alone: it would hold for
+    the whole thread, in which the trainer trains, and be left behind where two coroutines end in another order.
     """
     steps = coroutine.__await__()
     resume: Callable[[Any], Any] = steps.send
     sent: Any = None
+    own = _TorchState()
+    suspended: Any = None  # the inference mode of others, while this one waits in its own
     while True:
+        others = _TorchState()
+        if suspended is not None:
+            suspended.__exit__(None, None, None)
+            suspended = None
+        if own.torch is others.torch:  # or else it was imported meanwhile
+            own.restore()
         began = time.perf_counter()
         try:
             awaited = resume(sent)
@@ -102,10 +134,18 @@ def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any,
             return end.value  # type: ignore[no-any-return]
         finally:
             warn_if_blocking(name, time.perf_counter() - began)
+            own = _TorchState()
+            if own.inference != others.inference:
+                suspended = own.torch.inference_mode(others.inference)
+                suspended.__enter__()
+            others.restore()
         try:
             resume, sent = steps.send, (yield awaited)
         except GeneratorExit:
-            steps.close()
+            if suspended is not None:
+                suspended.__exit__(None, None, None)
+            steps.close()  # which leaves its own contexts
+            others.restore()
             raise
         except BaseException as error:  # such as a cancellation, which the function may handle
             resume, sent = steps.throw, error

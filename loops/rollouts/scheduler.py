@@ -34,6 +34,8 @@ from .source import NamedWeights, RolloutSource, SourceLost, check_completions
 
 log = logging.getLogger(__name__)
 
+_SLOW_SCORE = 300.0  # seconds after which a score is said to take long, and again after as many
+
 
 def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int]:
     """The prompt of each task, as its index: one pass over all of them after another, each permuted by the seed."""
@@ -307,8 +309,26 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             for sample in group:
                 sample.row = self._row(task)
         if self.score is not None and not stored:
-            await self.score(group)
+            await self._scored(self.score(group), task)
         return group
+
+    async def _scored(self, scored: Awaitable[None], task: int) -> None:
+        """Wait for a score, which may have no time-outs of its own, and say so where it takes long."""
+        scoring = asyncio.ensure_future(scored)
+        began = time.monotonic()
+        try:
+            while not scoring.done():
+                await asyncio.wait({scoring}, timeout=_SLOW_SCORE)
+                if not scoring.done():
+                    log.warning(
+                        "scheduler: the score of task %d has not returned for %d s, and its step waits for it; give it "
+                        "a time limit, such as asyncio.timeout, or score by RewardFunction, which has one",
+                        task,
+                        time.monotonic() - began,
+                    )
+            scoring.result()
+        finally:
+            scoring.cancel()
 
     async def _sample(self, task: int) -> list[Sample]:
         """The completions of a task, from weights that the trainer has published."""

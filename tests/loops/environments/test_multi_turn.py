@@ -769,7 +769,18 @@ def test_a_text_may_be_one_of_numpy(text, tokenizer, turns, scripted, request_fo
     assert sample.prompt == turns.prompt([{"role": "user", "content": "go"}])
 
 
-@pytest.mark.parametrize("odd", [np.array(5), 5, {"role": "user", "content": "?"}, ["text"], [0.5], [{"text": "?"}]])
+def test_counts_that_are_no_mapping_are_named(tokenizer, scripted, request_for, talk):
+    class Counts(Echo):
+        def step(self, answer):
+            return super().step(answer)._replace(counts=None)
+
+    with pytest.raises(ValueError, match="counts must be a mapping of names to numbers, got None"):
+        talk(scripted(tokenizer, ["a"]), Counts, request_for())
+
+
+@pytest.mark.parametrize(
+    "odd", [np.array(5), 5, b"text", {"role": "user", "content": "?"}, ["text"], [0.5], [{"text": "?"}]]
+)
 def test_an_observation_that_is_none_is_named(odd, tokenizer, scripted, request_for, talk):
     class Odd(Echo):
         def step(self, answer):

@@ -527,3 +527,50 @@ def test_functions_without_a_return_statement_are_told_from_those_with_one():
         assert returns_nothing(RewardFunction("r", function).function)
     for function in (returns_none, batched(yields), max, lambda completion: 1.0, ExactMatch()):
         assert not returns_nothing(RewardFunction("r", function).function)
+
+
+class Unshown:
+    def __repr__(self):
+        raise RuntimeError("not to be shown")
+
+
+@pytest.mark.parametrize(("function", "batch"), [(lambda *given: Unshown(), False), (lambda *given: Unshown(), True)])
+def test_what_cannot_be_shown_is_named_by_its_type(function, batch, groups, judging, caplog):
+    reward = RewardFunction("r", batched(function) if batch else function)
+    assert judging([reward], *groups) == {("r", "wrong length" if batch else "not a number"): 4}
+    assert "a Unshown, whose repr raises RuntimeError" in caplog.text
+
+
+def _endless(rows, samples):
+    yielded = 0
+    while True:
+        yielded += 1
+        assert yielded < 9, "its entries would fill the memory"
+        yield 1.0
+
+
+async def _endless_async(rows, samples):
+    for entry in _endless(rows, samples):
+        yield entry
+
+
+@pytest.mark.parametrize("function", [_endless, _endless_async])
+def test_a_generator_without_an_end_is_left_after_what_is_needed(function, groups, judging):
+    assert judging([RewardFunction("r", batched(function))], *groups) == {("r", "wrong length"): 4}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "says"),
+    [
+        ("concurrency", 0, "concurrency must be >= 1, got 0"),
+        ("concurrency", None, "concurrency must be >= 1, got None"),
+        ("over", "groups", "over must be sample, group or step, got 'groups'"),
+    ],
+)
+def test_an_attribute_that_could_never_work_is_refused(attribute, value, says):
+    def function(row, sample):
+        return 1.0
+
+    setattr(function, attribute, value)
+    with pytest.raises(ValueError, match=f"reward r: its attribute {says}"):
+        RewardFunction("r", function)

@@ -10,7 +10,8 @@ import warnings
 from contextlib import closing
 
 import pytest
-from burnish.loops.rollouts.event_loops import EventLoop, off_loop
+import torch
+from burnish.loops.rollouts.event_loops import EventLoop, off_loop, watched
 
 
 def drop(*, closed):
@@ -121,3 +122,93 @@ def test_an_error_of_a_blocking_function_is_raised_whatever_it_is():
 
         with pytest.raises((RuntimeError, KeyError), match=r"StopIteration|gone"):
             asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def _state():
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("context", "inside"),
+    [
+        (torch.no_grad, (False, False, False)),
+        (torch.inference_mode, (False, True, False)),
+        (lambda: torch.autocast("cpu", torch.bfloat16), (True, False, True)),
+    ],
+    ids=["no_grad", "inference_mode", "autocast"],
+)
+def test_what_a_coroutine_sets_in_torch_holds_for_itself_alone(context, inside):
+    """Two of them, each in its own context around an await, end in another order than they began."""
+    seen = []
+
+    async def judge(number, seconds):
+        with context():
+            seen.append(_state())
+            await asyncio.sleep(seconds)
+            seen.append(_state())
+            weight = torch.ones(2, requires_grad=True)
+        seen.append(_state())
+        return float(weight.detach().sum())
+
+    async def run():
+        first = asyncio.ensure_future(watched(judge(0, 0.05), "judge"))
+        second = asyncio.ensure_future(watched(judge(1, 0.1), "judge"))
+        for _ in range(5):
+            await asyncio.sleep(0.03)
+            assert _state() == (True, False, False)
+        return await first, await second
+
+    assert asyncio.run(run()) == (2.0, 2.0)
+    assert seen.count(inside) == 4 and seen.count((True, False, False)) == 2 and len(seen) == 6
+    assert _state() == (True, False, False)
+    torch.ones(2, requires_grad=True).sum().backward()
+
+
+@pytest.mark.parametrize("ends", ["by itself", "cancelled", "closed"])
+def test_a_coroutine_leaves_nothing_of_torch_behind_however_it_ends(ends):
+    async def judge():
+        torch.set_grad_enabled(False)  # and never on again
+        with torch.inference_mode():
+            await asyncio.sleep(0 if ends == "by itself" else 60)
+
+    async def run():
+        if ends == "closed":
+            steps = watched(judge(), "judge")
+            next(steps)
+            steps.close()
+            return
+        task = asyncio.ensure_future(watched(judge(), "judge"))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
+    gc.collect()
+    assert _state() == (True, False, False)
+
+
+def test_a_watched_coroutine_is_cancelled_and_closed_as_any_other():
+    log = []
+
+    async def stubborn():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            log.append("asked to end")
+            await asyncio.sleep(0)
+            raise
+        finally:
+            log.append("ended")
+
+    async def run():
+        task = asyncio.ensure_future(watched(stubborn(), "stubborn"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        steps = watched(stubborn(), "stubborn")
+        next(steps)
+        steps.close()
+
+    asyncio.run(run())
+    assert log == ["asked to end", "ended", "ended"]

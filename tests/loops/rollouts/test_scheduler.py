@@ -383,6 +383,17 @@ def test_a_score_that_fails_ends_the_run():
         Trainer(Scripted(), score=score).all(1)
 
 
+def test_a_score_that_takes_long_is_named(caplog, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rollouts.scheduler._SLOW_SCORE", 0.05)
+
+    async def score(group):
+        await asyncio.sleep(0.2 if group[0].task == 1 else 0)
+
+    Trainer(Scripted(), score=score).all(1)
+    said = {record.getMessage() for record in caplog.records}
+    assert said and all("the score of task 1 has not returned for 0 s, and its step waits" in each for each in said)
+
+
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_a_step_may_take_more_groups(max_staleness):
     trainer = Trainer(Scripted(delay=0.005), max_staleness=max_staleness)
