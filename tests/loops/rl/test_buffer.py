@@ -164,9 +164,10 @@ def test_a_rollout_whose_answers_are_all_masked_is_an_empty_batch(open_feed, pol
         seen.append(len(rollout["old_logp"]))
         return {"advantage": rollout["old_logp"]}
 
-    feed = open_feed(
-        answers(reward=lambda *_: None), measure=lambda b: {"old_logp": policy(b).logprob}, advantages=advantages
-    )
+    samples = answers()
+    for sample in samples:
+        sample.finish = "aborted"
+    feed = open_feed(samples, measure=lambda b: {"old_logp": policy(b).logprob}, advantages=advantages)
     (batch,) = feed(0)
     assert len(batch.examples) == len(batch.target) == len(batch.columns["advantage"]) == 0
     assert seen == [0]
