@@ -11,6 +11,9 @@ of one shape; β > 0 scales log-ratios to rewards: the larger, the closer the op
 Every function returns ``(loss, stats)`` with one entry per pair: nothing is reduced here. ``stats`` holds the implicit
 rewards βa and βb, their difference, and whether it is positive. Shapes that differ and hyper-parameters out of
 range raise ValueError. Objectives without a reference are in `reference_free`.
+
+Sums give more: Cal-DPO (arXiv:2412.14516) is `dpo` with β = 1 + `sppo_hard`, MPO (arXiv:2411.10442) is `dpo` +
+`bco_pair` + nll, TPO (arXiv:2405.16681) is `cpo`, or `simpo`, + nll of a third completion.
 """
 
 import math
@@ -21,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .numerics import power_score
-from .types import Noise, PerPair, Positive, Range, Stats, check_roles, one_per, require, same_shape, within
+from .types import Margin, Noise, PerPair, Positive, Range, Stats, check_roles, one_per, require, same_shape, within
 
 
 def dpo(
@@ -224,6 +227,139 @@ def discopop(
     return -(-x / tau).sigmoid() * F.logsigmoid(x) + exponential, stats
 
 
+def dpo_positive(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: Positive,
+    penalty: Margin,
+) -> tuple[PerPair, Stats]:
+    """DPO-Positive: DPO that also pays for a chosen completion which becomes less likely than under the reference.
+
+        ℓ = −log σ(β (h − λ max(0, −a)))
+
+    Args:
+        penalty: λ ≥ 0; 5, 50 and 500 in the paper, 0 is `dpo`.
+
+    Paper: Pal et al. 2024 (Smaug), arXiv:2402.13228.
+    """
+    a, b, stats = log_ratios("dpo_positive", chosen, rejected, ref_chosen, ref_rejected, beta)
+    within("dpo_positive", Margin, penalty=penalty)
+    return -F.logsigmoid(beta * (a - b - penalty * F.relu(-a))), stats
+
+
+def length_regularized_dpo(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    length_chosen: PerPair,
+    length_rejected: PerPair,
+    *,
+    beta: Positive,
+    alpha: Margin,
+) -> tuple[PerPair, Stats]:
+    """Length-regularized DPO (R-DPO): the optimum of the reward less α for each token.
+
+        ℓ = −log σ(βh + α (|y_w| − |y_l|))
+
+    A pair whose chosen completion is the longer one needs less of a margin.
+
+    Args:
+        length_chosen, length_rejected: |y_w| and |y_l|, in tokens.
+        alpha: α ≥ 0, in units of reward per token; 0 is `dpo`.
+
+    Paper: Park et al. 2024, arXiv:2403.19159.
+    """
+    who = "length_regularized_dpo"
+    a, b, stats = log_ratios(who, chosen, rejected, ref_chosen, ref_rejected, beta)
+    same_shape(who, chosen=chosen, length_chosen=length_chosen, length_rejected=length_rejected)
+    within(who, Margin, alpha=alpha)
+    return -F.logsigmoid(beta * (a - b) + alpha * (length_chosen - length_rejected)), stats
+
+
+def chi_po(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    *,
+    beta: Positive,
+    clip: Annotated[float, Range("> 0", lambda x, _: x > 0)] = math.inf,
+) -> tuple[PerPair, Stats]:
+    """χ²-preference optimization: DPO with a reward that grows with u itself, so that leaving the reference costs more.
+
+        ℓ = −log σ(clip(β (φ(u_w) − φ(u_l)), −c, c)),  φ(u) = u + log u,  u_w = e^a, u_l = e^b
+
+    The optimum of the reward under a KL and a χ² penalty. φ is taken less φ(1). Where u exceeds the cube root of the
+    largest float, φ goes on along its tangent, see `numerics.power_score`.
+
+    Args:
+        clip: c > 0, twice the largest reward that there is; infinity is no clip. A pair beyond it has no gradient.
+
+    Paper: Huang et al. 2024, arXiv:2407.13399.
+    """
+    require("chi_po", clip > 0, "clip must be > 0, got {}", clip)
+    a, b, _ = log_ratios("chi_po", chosen, rejected, ref_chosen, ref_rejected, beta)
+    chosen_reward = beta * (a + power_score(a, -1.0))
+    rejected_reward = beta * (b + power_score(b, -1.0))
+    margin = (chosen_reward - rejected_reward).clamp(-clip, clip)
+    return -F.logsigmoid(margin), reward_stats(chosen_reward, rejected_reward)
+
+
+def tdpo1(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    divergence_chosen: PerPair,
+    divergence_rejected: PerPair,
+    *,
+    beta: Positive,
+) -> tuple[PerPair, Stats]:
+    """Token-level DPO: the reward of a completion includes how far the policy has moved at each of its tokens.
+
+        ℓ = −log σ(β (h − D_l + D_w)),  D = Σ_t KL(π_ref(·|y_<t) ‖ π(·|y_<t)) over a completion's tokens
+
+    Args:
+        divergence_chosen, divergence_rejected: D_w and D_l in nats; their gradient counts.
+
+    Paper: Zeng et al. 2024, arXiv:2404.11999, TDPO₁.
+    """
+    divergences = {"divergence_chosen": divergence_chosen, "divergence_rejected": divergence_rejected}
+    margin, stats = _token_margin("tdpo1", chosen, rejected, ref_chosen, ref_rejected, divergences, beta)
+    return -F.logsigmoid(beta * (margin - divergence_rejected + divergence_chosen)), stats
+
+
+def tdpo2(
+    chosen: PerPair,
+    rejected: PerPair,
+    ref_chosen: PerPair,
+    ref_rejected: PerPair,
+    divergence_chosen: PerPair,
+    divergence_rejected: PerPair,
+    *,
+    beta: Positive,
+    alpha: Margin,
+) -> tuple[PerPair, Stats]:
+    """Token-level DPO, second form: only what the policy does at rejected completions is pulled to the reference.
+
+        ℓ = −log σ(β (h − α (D_l − sg(D_w)))),  D as in `tdpo1`
+
+    Args:
+        divergence_chosen, divergence_rejected: D_w, of which no gradient is taken, and D_l, in nats.
+        alpha: α ≥ 0; 0.5 in the paper.
+
+    Paper: Zeng et al. 2024, arXiv:2404.11999, TDPO₂.
+    """
+    divergences = {"divergence_chosen": divergence_chosen, "divergence_rejected": divergence_rejected}
+    margin, stats = _token_margin("tdpo2", chosen, rejected, ref_chosen, ref_rejected, divergences, beta)
+    within("tdpo2", Margin, alpha=alpha)
+    return -F.logsigmoid(beta * (margin - alpha * (divergence_rejected - divergence_chosen.detach()))), stats
+
+
 def aot(
     chosen: PerPair,
     rejected: PerPair,
@@ -321,6 +457,21 @@ def log_ratios(
     a = chosen - ref_chosen
     b = rejected - ref_rejected
     return a, b, reward_stats(beta * a, beta * b)
+
+
+def _token_margin(
+    who: str,
+    chosen: Tensor,
+    rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    divergences: dict[str, Tensor],
+    beta: float,
+) -> tuple[Tensor, Stats]:
+    """The margin h of token-level DPO and its statistics, with the two sums of divergences."""
+    a, b, stats = log_ratios(who, chosen, rejected, ref_chosen, ref_rejected, beta)
+    same_shape(who, chosen=chosen, **divergences)
+    return a - b, {**stats, **{name: each.detach() for name, each in divergences.items()}}
 
 
 def logistic(who: str, x: Tensor, label_smoothing: float) -> Tensor:

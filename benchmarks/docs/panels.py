@@ -234,6 +234,29 @@ PANELS = {
     "apo_zero": Panel(_A_OR_B, _each_side(o.apo_zero), top=2.2),
     "apo_down": Panel(_A_OR_B, _each_side(o.apo_down, other=-1.0), top=1.9),
     "discopop": Panel(_MARGIN, {f"τ = {tau:g}": _margin(o.discopop, tau=tau) for tau in (0.05, 1.0)}),
+    "dpo_positive": Panel(
+        Axis("log-ratio a, b = 0", -5, 5),
+        {f"λ = {λ:g}": curve(o.dpo_positive, chosen=_x, beta=1.0, penalty=λ) for λ in (0.0, 2.0)},
+        top=12,
+    ),
+    "length_regularized_dpo": Panel(
+        _MARGIN,
+        {
+            f"{words}, α = 0.02": _margin(o.length_regularized_dpo, length_chosen=n, alpha=0.02)
+            for words, n in (("100 tokens longer", 100.0), ("as long", 0.0), ("100 shorter", -100.0))
+        },
+    ),
+    "chi_po": Panel(
+        Axis("log-ratio a, b = 0", -4, 2), {f"β = {β:g}": curve(o.chi_po, chosen=_x, beta=β) for β in (0.3, 1.0)}
+    ),
+    "tdpo1": Panel(
+        _MARGIN,
+        {f"$D_l - D_w$ = {d:g}": _margin(o.tdpo1, divergence_rejected=d) for d in (0.0, 2.0)},
+    ),
+    "tdpo2": Panel(
+        _MARGIN,
+        {f"α = {α:g}, $D_l - D_w$ = 2": _margin(o.tdpo2, divergence_rejected=2.0, alpha=α) for α in (0.0, 0.5, 1.0)},
+    ),
     "aot": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot)}),
     "aot_unpaired": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot_unpaired)}),
     "f_divergence_score": Panel(

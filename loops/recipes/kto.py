@@ -25,6 +25,7 @@ from ..train.step import sum_over_ranks
 from .settings import KTO
 
 FEEDBACK_LOSSES = {**losses_of(feedback), **TOKEN_LOSSES, "distillation": distillation}
+del FEEDBACK_LOSSES["dro"]  # it learns from ratings, and needs the value of each prompt
 
 
 def open_kto(config: KTO) -> Training:

@@ -32,7 +32,8 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
     """The losses of this configuration; ValueError if settings contradict each other."""
     if config.group_size < 2:
         raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
-    known = {name: loss for name, loss in PAIR_LOSSES.items() if name != "distillation"}
+    without_teacher = {"distillation", "tdpo1", "tdpo2"}
+    known = {name: loss for name, loss in PAIR_LOSSES.items() if name not in without_teacher}
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
     return parse_losses(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
 

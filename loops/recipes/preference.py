@@ -16,9 +16,21 @@ from ..batch import Batch
 from ..runs.context import open_run
 from ..runs.teacher import open_teacher
 from ..runs.training import Training
-from ..train.losses import CHOSEN, PAIR_METRICS, REJECTED, Term, columns_of, outputs_for, policy_tensors, tensors_needed
+from ..train.losses import (
+    CHOSEN,
+    PAIR_METRICS,
+    REJECTED,
+    Term,
+    columns_of,
+    needs_teacher,
+    outputs_for,
+    policy_tensors,
+    tensors_needed,
+)
 from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
+
+_TOKEN_LEVEL = {"tdpo1", "tdpo2"}  # losses whose teacher is the reference
 
 
 def open_dpo(config: DPO) -> Training:
@@ -29,7 +41,7 @@ def open_dpo(config: DPO) -> Training:
         score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
     context = open_run(config, encode_preference)
     reference, precomputed = context.reference(config.reference, needed=any(name.startswith("ref_") for name in needed))
-    teacher, stored = open_teacher(context, config.teacher, needed="divergence" in needed)
+    teacher, stored = open_teacher(context, config.teacher, needed=needs_teacher(losses))
     outputs = outputs_for(losses)
     read = policy_tensors(reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs, pairs=True)
     return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
@@ -56,7 +68,11 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
     """The losses, and what is measured beside them; ValueError if settings contradict each other."""
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
     losses = parse_losses(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
-    config.teacher.check(needed="divergence" in tensors_needed(losses))
+    config.teacher.check(needed=needs_teacher(losses))
+    if _TOKEN_LEVEL & losses.keys() and config.teacher.divergence != "forward_kl":
+        raise ValueError(
+            f"teacher.divergence: TDPO sums KL(reference||policy), wanted forward_kl, got {config.teacher.divergence}"
+        )
     coupled = sorted(STEP_COUPLED & losses.keys())
     if config.pair_weight == "wpo" and coupled:
         raise ValueError(f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...kernels import Extra
-from ...objectives import PerPair, PerToken, Stats, sequence_mean, sequence_sum, wpo_weight
+from ...objectives import PerPair, PerToken, Stats, sequence_length, sequence_mean, sequence_sum, wpo_weight
 from ..batch import Batch, Weighting, Weightings, completion_mean, pair_mean, token_mean
 from ..models.lm_head import Outputs, TeacherOutputs
 from .step import Objective, loss_and_stats
@@ -207,6 +207,11 @@ def tensors_needed(losses: Mapping[str, Term]) -> set[str]:
     return {name for term in losses.values() for name in units_of(term.function)}
 
 
+def needs_teacher(losses: Mapping[str, Term]) -> bool:
+    """Whether a loss takes the divergence from a teacher, of tokens or summed over the completions of a pair."""
+    return not {"divergence", "divergence_chosen", "divergence_rejected"}.isdisjoint(tensors_needed(losses))
+
+
 def outputs_for(losses: Mapping[str, Term]) -> tuple[Extra, ...]:
     """Further outputs of the log-prob kernel that the losses need."""
     outputs: list[Extra] = []
@@ -285,8 +290,14 @@ def policy_tensors(
 
 def _tensors_of_pairs(tensors: Tensors, mean: Tensor, batch: Batch) -> Tensors:
     """The tensors per pair from those per completion, and from the mean log-probs of completions."""
+    completions = len(batch.completion)
     logp = tensors["sequences", "logp"]
     of_pairs = pair_tensors(logp, batch) | pair_tensors(logp, batch, "logp_") | pair_tensors(mean, batch, "mean_")
+    length = sequence_length(batch.sequence, completions).to(logp.dtype)
+    of_pairs |= pair_tensors(length, batch, "length_")
+    if ("tokens", "divergence") in tensors:
+        divergence = sequence_sum(tensors["tokens", "divergence"], batch.sequence, completions)
+        of_pairs |= pair_tensors(divergence, batch, "divergence_")
     if ("sequences", "ref_logp") in tensors:
         of_pairs |= pair_tensors(tensors["sequences", "ref_logp"], batch, "ref_")
     if ("sequences", "wpo") in tensors:
@@ -322,7 +333,11 @@ def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
 
 
 _SOURCES = {  # the arguments that provide tensors which a loss may lack
-    "policy_tensors(pairs=True)": ("mean_chosen", "mean_rejected", "logp_chosen", "logp_rejected"),
+    "policy_tensors(pairs=True)": (
+        *("mean_chosen", "mean_rejected", "logp_chosen", "logp_rejected"),
+        *("length_chosen", "length_rejected"),
+    ),
+    "policy_tensors(teacher=..., pairs=True)": ("divergence_chosen", "divergence_rejected"),
     "policy_tensors(pairs=True), or score_tensors for a scorer,": ("chosen", "rejected"),
     "policy_tensors(reference=..., pairs=True)": ("ref_chosen", "ref_rejected"),
     "policy_tensors(reference=...)": ("ref_logp",),

@@ -16,6 +16,8 @@ from mpmath import mp, mpf
 from torch import Tensor
 
 WITH_REFERENCE = ("chosen", "rejected", "ref_chosen", "ref_rejected")
+LENGTHS = (*WITH_REFERENCE, "length_chosen", "length_rejected")
+DIVERGENCES = (*WITH_REFERENCE, "divergence_chosen", "divergence_rejected")
 SUMS = ("chosen", "rejected")
 MEANS = ("mean_chosen", "mean_rejected")
 
@@ -53,10 +55,14 @@ class Case:
     def name(self) -> str:
         return self.objective.__name__
 
+    @property
+    def has_reference(self) -> bool:
+        return self.inputs[:4] == WITH_REFERENCE
+
     def equation_of_inputs(self, *logps: float) -> mpf:
-        if self.inputs == WITH_REFERENCE:
-            chosen, rejected, ref_chosen, ref_rejected = (mpf(x) for x in logps)
-            return self.equation(chosen - ref_chosen, rejected - ref_rejected)
+        if self.has_reference:
+            chosen, rejected, ref_chosen, ref_rejected, *others = (mpf(x) for x in logps)
+            return self.equation(chosen - ref_chosen, rejected - ref_rejected, *others)
         return self.equation(*(mpf(x) for x in logps))
 
     def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, ob.Stats]:
@@ -92,6 +98,28 @@ CASES = [
         lambda a, b: (1 - sigma(B * (a - b) / T)) * bce(B * (a - b)) + sigma(B * (a - b) / T) * mp.exp(-B * (a - b)),
         linear,
     ),
+    Case(
+        ob.dpo_positive,
+        WITH_REFERENCE,
+        beta | {"penalty": 1.5},
+        lambda a, b: bce(B * (a - b - G * max(mpf(0), -a))),
+        linear,
+    ),
+    Case(
+        ob.length_regularized_dpo,
+        LENGTHS,
+        beta | {"alpha": 0.25},
+        lambda a, b, n, m: bce(B * (a - b) + A * (n - m)),
+        linear,
+    ),
+    Case(
+        ob.chi_po,
+        WITH_REFERENCE,
+        beta | {"clip": 10000.0},
+        lambda a, b: bce(max(mpf(-10000), min(B * (a - b + mp.exp(a) - mp.exp(b)), mpf(10000)))),
+        lambda r: B * (r + mp.exp(r) - 1),
+    ),
+    Case(ob.tdpo1, DIVERGENCES, beta, lambda a, b, c, d: bce(B * (a - b - d + c)), linear),
     Case(ob.cpo, SUMS, beta, lambda c, r: bce(B * (c - r)), linear),
     Case(ob.cpo, SUMS, beta | smooth, lambda c, r: bce(B * (c - r), E), linear),
     Case(ob.simpo, MEANS, beta | gamma, lambda c, r: bce(B * (c - r) - G), linear),
@@ -112,6 +140,8 @@ CASES = [
     ),
     Case(ob.orpo, MEANS, {}, lambda c, r: mp.log(1 + odds(r) / odds(c)), lambda m: m),
 ]
+# One of its tensors is a constant, so that its gradient is not that of its equation.
+TDPO2 = Case(ob.tdpo2, DIVERGENCES, beta | {"alpha": 0.25}, lambda a, b, c, d: bce(B * (a - b - A * (d - c))), linear)
 COUPLED = [
     Case(objective, WITH_REFERENCE, beta | smooth, NotImplemented, linear, pairs_are_coupled=True)
     for objective in (ob.aot, ob.aot_unpaired)
@@ -123,7 +153,8 @@ def names(cases: list[Case]) -> list[str]:
 
 
 uncoupled = pytest.mark.parametrize("case", CASES, ids=names(CASES))
-every = pytest.mark.parametrize("case", CASES + COUPLED, ids=names(CASES + COUPLED))
+EVERY = [*CASES, TDPO2, *COUPLED]
+every = pytest.mark.parametrize("case", EVERY, ids=names(EVERY))
 
 
 @pytest.fixture(autouse=True)
@@ -183,7 +214,7 @@ def test_loss_stats_and_gradient_are_finite_everywhere(case: Case, dtype: torch.
     means = [-12000.0, -1000.0, -20.0, -1e-7, -1e-30, -0.0, 1e-8]
     tensors = grid(case, means if case.inputs == MEANS else [-12000.0, -2000.0, -1.0, 0.0], dtype)
     loss, stats = case(tensors)
-    gradients = torch.autograd.grad(loss.sum(), tensors)
+    gradients = torch.autograd.grad(loss.sum(), tensors, materialize_grads=True)
     for tensor in (loss, *stats.values(), *gradients):
         assert tensor.dtype == dtype
         assert tensor.isfinite().all()
@@ -216,10 +247,14 @@ def test_stats_are_the_implicit_rewards_detached_and_shaped_like_the_loss(case: 
     assert all(not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype for s in stats.values())
 
     arguments = columns(tensors)
-    if case.inputs == WITH_REFERENCE:
-        arguments = [(c - rc, r - rr) for c, r, rc, rr in arguments]
+    if case.has_reference:
+        arguments = [(c - rc, r - rr) for c, r, rc, rr, *_ in arguments]
     rewards = [(case.reward(mpf(c)), case.reward(mpf(r))) for c, r in arguments]
-    assert list(stats) == ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+    names = ["rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"]
+    divergences = [name for name in case.inputs if name.startswith("divergence")]
+    assert list(stats) == names + divergences
+    for name, given in zip(divergences, tensors[4:], strict=False):
+        assert torch.equal(stats[name], given.detach())
     close(stats["rewards/chosen"], [c for c, _ in rewards])
     close(stats["rewards/rejected"], [r for _, r in rewards])
     close(stats["rewards/margins"], [c - r for c, r in rewards])
@@ -255,10 +290,16 @@ def test_no_silent_broadcast(case: Case, as_users_run_it: None) -> None:
         )
 
 
+WITH_ALPHA = {
+    reference: [c for c in EVERY if "alpha" in c.hyper and c.has_reference is reference] for reference in (True, False)
+}
 OUT_OF_RANGE = {
-    "beta": (CASES + COUPLED, [0.0, -0.1, math.nan, math.inf], "> 0"),
+    "beta": (EVERY, [0.0, -0.1, math.nan, math.inf], "> 0"),
     "gamma": ([c for c in CASES if "gamma" in c.hyper], [-0.1, math.nan, math.inf], ">= 0"),
-    "alpha": ([c for c in CASES if "alpha" in c.hyper], [math.nan, math.inf, -math.inf], "finite"),
+    "penalty": ([c for c in CASES if "penalty" in c.hyper], [-0.1, math.nan, math.inf], ">= 0"),
+    "clip": ([c for c in CASES if "clip" in c.hyper], [0.0, -0.1, math.nan], "> 0"),
+    "R-DPO's and TDPO's alpha": (WITH_ALPHA[True], [-0.1, math.nan], ">= 0"),
+    "alpha": (WITH_ALPHA[False], [math.nan, math.inf, -math.inf], "finite"),
     "tau": ([c for c in CASES if c.name == "discopop"], [0.0, -1.0, 1.5, math.nan], "in (0, 1]"),
     "label_smoothing": (
         [c for c in CASES + COUPLED if "label_smoothing" in c.hyper and c.name != "exo"],
@@ -272,7 +313,7 @@ OUT_OF_RANGE = {
 @pytest.mark.parametrize("what", OUT_OF_RANGE)
 def test_hyper_parameters_out_of_range_are_named(what: str) -> None:
     cases, values, wanted = OUT_OF_RANGE[what]
-    name = what.removeprefix("exo's ")
+    name = what.rpartition(" ")[2]
     for case, value in itertools.product(cases, values):
         if name == "beta" and "beta" not in case.hyper:
             continue
@@ -290,7 +331,19 @@ def test_the_table_holds_every_objective_on_pairs() -> None:
         for name, value in vars(ob).items()
         if getattr(value, "__module__", None) == module.__name__
     }
-    assert public - {"f_divergence_score"} == {case.name for case in CASES + COUPLED}
+    assert public - {"f_divergence_score"} == {case.name for case in EVERY}
+
+
+def test_tdpo2_equals_its_equation_and_takes_no_gradient_of_the_chosen_divergence() -> None:
+    tensors = logps(TDPO2)
+    loss, _ = TDPO2(tensors)
+    close(loss, [TDPO2.equation_of_inputs(*pair) for pair in columns(tensors)])
+    gradients = torch.autograd.grad(loss.sum(), tensors, materialize_grads=True)
+    for i, gradient in enumerate(gradients):
+        one = tuple(int(j == i) for j in range(len(tensors)))
+        with mp.workdps(60):
+            expected = [mp.diff(TDPO2.equation_of_inputs, pair, one) for pair in columns(tensors)]
+        close(gradient, [mpf(0)] * 6 if DIVERGENCES[i] == "divergence_chosen" else expected, rtol=1e-11)
 
 
 def shuffled(x: Tensor, seed: int) -> Tensor:

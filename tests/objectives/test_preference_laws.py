@@ -34,6 +34,8 @@ def margins(*values: float) -> list[Tensor]:
         (ob.apo_down, {}, 1.0),
         (ob.hinge, {}, 1.0),
         (ob.discopop, {}, (math.log(2) + 1) / 2),
+        (ob.dpo_positive, {"penalty": 50.0}, math.log(2)),
+        (ob.chi_po, {}, math.log(2)),
         (ob.aot, {}, math.log(2)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -42,6 +44,85 @@ def test_the_reference_itself_has_the_loss_of_a_coin(objective: Any, hyper: dict
     for b in (0.01, 0.1, 5.0):
         loss, _ = objective(*at_the_reference, beta=b, **hyper)
         torch.testing.assert_close(loss, torch.full_like(loss, expected))
+
+
+def gradients(loss: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss.sum(), tensors, materialize_grads=True))
+
+
+def test_dpo_positive_is_dpo_where_the_chosen_completion_has_become_no_less_likely() -> None:
+    chosen, rejected, *reference = margins(-3.0, -0.1, 0.1, 3.0)
+    dpo, _ = ob.dpo(chosen, rejected, *reference, beta=0.3)
+    positive, _ = ob.dpo_positive(chosen, rejected, *reference, beta=0.3, penalty=5.0)
+    assert torch.equal(positive[2:], dpo[2:])
+    assert (positive[:2] > dpo[:2]).all()
+    free, _ = ob.dpo_positive(chosen, rejected, *reference, beta=0.3, penalty=0.0)
+    torch.testing.assert_close(free, dpo)
+    by_chosen, by_rejected = gradients(positive, chosen, rejected)
+    torch.testing.assert_close(-by_chosen / by_rejected, torch.tensor([6.0, 6, 1, 1]).double())
+
+
+def test_length_regularized_dpo_is_the_optimum_of_a_reward_less_its_length() -> None:
+    draw = torch.Generator().manual_seed(0)
+    reward, reference = torch.randn(2, 5, generator=draw, dtype=torch.float64)
+    length = torch.tensor([3.0, 80.0, 12.0, 40.0, 7.0], dtype=torch.float64)
+    reference = reference.log_softmax(0)
+    best = (reference + (reward - 0.02 * length) / 0.3).log_softmax(0)
+    pairs = torch.combinations(torch.arange(5))
+    both = [x[pairs[:, i]] for x in (best, reference, length) for i in (0, 1)]
+    loss, _ = ob.length_regularized_dpo(*both, beta=0.3, alpha=0.02)
+    difference = reward[pairs[:, 0]] - reward[pairs[:, 1]]  # Bradley and Terry's, of the rewards alone
+    torch.testing.assert_close(loss, -torch.nn.functional.logsigmoid(difference))
+
+
+def test_chi_po_s_optimum_has_the_kl_and_the_chi_square_penalty() -> None:
+    draw = torch.Generator().manual_seed(1)
+    reference = torch.randn(5, generator=draw, dtype=torch.float64).log_softmax(0)
+    logits = torch.randn(5, generator=draw, dtype=torch.float64)
+    policy = logits.log_softmax(0)
+    u = (policy - reference).exp()
+    reward = 0.3 * (u + u.log())  # of which the policy is then the optimum
+
+    def value(logits: Tensor) -> Tensor:
+        p = logits.log_softmax(0)
+        kl = (p.exp() * (p - reference)).sum()
+        chi = (reference.exp() * ((p - reference).exp() - 1).square()).sum()
+        return (p.exp() * reward).sum() - 0.3 * kl - 0.15 * chi
+
+    assert torch.func.grad(value)(logits).abs().max() < 1e-12
+    pairs = torch.combinations(torch.arange(5))
+    both = [x[pairs[:, i]] for x in (policy, reference) for i in (0, 1)]
+    loss, _ = ob.chi_po(*both, beta=0.3)
+    torch.testing.assert_close(loss, -torch.nn.functional.logsigmoid(reward[pairs[:, 0]] - reward[pairs[:, 1]]))
+
+
+def test_chi_po_leaves_pairs_beyond_its_clip_alone_and_has_none_by_default() -> None:
+    chosen, rejected, *reference = margins(-2.0, 0.0, 3.0)
+    loss, _ = ob.chi_po(chosen, rejected, *reference, beta=1.0, clip=2.5)
+    (by_chosen,) = gradients(loss, chosen)
+    assert torch.equal(by_chosen == 0, torch.tensor([True, False, True]))
+    free, _ = ob.chi_po(chosen, rejected, *reference, beta=1.0)
+    assert (gradients(free, chosen)[0] != 0).all()
+
+
+def test_tdpo_is_dpo_where_divergences_are_equal_and_its_forms_agree_at_alpha_one() -> None:
+    chosen, rejected, *reference = margins(-2.0, 0.5, 3.0)
+    small, large = torch.tensor([0.5, 2.0, 7.0]).double(), torch.tensor([1.5, 2.5, 9.0]).double()
+    dpo, _ = ob.dpo(chosen, rejected, *reference, beta=0.3)
+    torch.testing.assert_close(ob.tdpo1(chosen, rejected, *reference, small, small, beta=0.3)[0], dpo)
+    torch.testing.assert_close(ob.tdpo2(chosen, rejected, *reference, small, large, beta=0.3, alpha=0.0)[0], dpo)
+    first, _ = ob.tdpo1(chosen, rejected, *reference, small, large, beta=0.3)
+    second, _ = ob.tdpo2(chosen, rejected, *reference, small, large, beta=0.3, alpha=1.0)
+    torch.testing.assert_close(first, second)
+    assert (first > dpo).all()
+
+
+def test_cal_dpo_is_the_sum_that_the_page_says() -> None:
+    chosen, rejected, *reference = margins(-2.0, 0.5, 3.0)
+    a, b = chosen, rejected
+    equation = -torch.nn.functional.logsigmoid(a - b) + (a - 1 / 0.6) ** 2 + (b + 1 / 0.6) ** 2
+    calibrated, _ = ob.sppo_hard(chosen, rejected, *reference, beta=0.3)
+    torch.testing.assert_close(ob.dpo(chosen, rejected, *reference, beta=1.0)[0] + calibrated, equation)
 
 
 @pytest.mark.parametrize("margin", [-40.0, -0.7, 0.0, 3.0])

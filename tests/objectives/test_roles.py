@@ -23,6 +23,8 @@ TRAINED = {
     "logit",
     "mean_logp",
 }
+TRAINED |= {"divergence_chosen", "divergence_rejected"}
+LENGTHS = {"length_chosen", "length_rejected"}
 HYPER: dict[str, Any] = {
     "beta": 0.1,
     "label_smoothing": 0.1,
@@ -31,6 +33,7 @@ HYPER: dict[str, Any] = {
     "gamma": 0.5,
     "alpha": 0.5,
     "kind": "k3",
+    "penalty": 1.5,
 }
 
 
@@ -82,7 +85,10 @@ SWAPPABLE = [
     (loss, name)
     for loss in LOSSES
     for name, annotation in tensors_of(loss).items()
-    if name not in TRAINED and dimensions(annotation) and TRAINED & tensors_of(loss).keys()
+    if name not in TRAINED
+    and not name.startswith("length")
+    and dimensions(annotation)
+    and TRAINED & tensors_of(loss).keys()
 ]
 COMPLETIONS = [
     (loss, name)

@@ -7,11 +7,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
+from burnish.loops.config import Teacher
 from burnish.loops.models.policy import Policy
-from burnish.loops.recipes.preference import completion_logprob
+from burnish.loops.recipes.preference import completion_logprob, dpo_losses
 from burnish.loops.recipes.settings import DPO
+from burnish.loops.runs.reference import frozen_copy
 from burnish.loops.train.losses import PAIR_METRICS, Term, compose, outputs_for, policy_tensors
-from burnish.objectives import dpo, f_divergence_score, sequence_sum
+from burnish.objectives import dpo, f_divergence_score, length_regularized_dpo, sequence_sum, tdpo1
 from law import EXAMPLES, assert_as_near, make_policy, numbers, one_step
 from peer import dpo_trainer_loss
 from tiny import make_examples, make_model
@@ -74,6 +76,42 @@ def test_wpo_weighs_a_pair_by_how_likely_the_policy_is_to_say_it(policy, batch):
         ]
     ).detach()
     torch.testing.assert_close(losses[1], losses[0] * weight[0::2] * weight[1::2], rtol=1e-5, atol=1e-8)
+
+
+def test_token_level_dpo_reads_the_divergence_of_whole_completions_from_the_reference(policy, batch):
+    reference_model = Policy(make_model("llama", seed=1))
+    terms = {
+        "tdpo1": Term(partial(tdpo1, beta=0.1)),
+        "r_dpo": Term(partial(length_regularized_dpo, beta=0.1, alpha=0.02)),
+    }
+    teacher = partial(reference_model.teacher_outputs, beta=0.0, temperature=1.0)
+    read = policy_tensors(reference=frozen_copy(reference_model), teacher=teacher, pairs=True)
+    losses = {name: loss.detach() for name, (loss, _) in compose(terms, read)(policy, batch).items()}
+    sums, divergences, lengths = [], [], []
+    pairs = zip(log_softmax_of_answers(policy, batch), log_softmax_of_answers(reference_model, batch), strict=True)
+    for (now, target), (before, _) in pairs:
+        sums.append([x.gather(1, target[:, None]).sum() for x in (now, before)])
+        divergences.append((before.exp() * (before - now)).sum())
+        lengths.append(float(len(target)))
+    for pair in range(COUNT):
+        chosen, rejected = 2 * pair, 2 * pair + 1
+        h = sums[chosen][0] - sums[chosen][1] - sums[rejected][0] + sums[rejected][1]
+        spread = divergences[rejected] - divergences[chosen]
+        longer = lengths[chosen] - lengths[rejected]
+        expected = [-(0.1 * (h - spread)).sigmoid().log(), -(0.1 * h + 0.02 * longer).sigmoid().log()]
+        for loss, wanted in zip(losses.values(), expected, strict=True):
+            torch.testing.assert_close(loss[pair], wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_token_level_dpo_wants_a_teacher_and_the_divergence_of_its_paper():
+    with pytest.raises(ValueError, match="teacher: distillation needs one"):
+        dpo_losses(replace(CONFIG, loss="tdpo1"))
+    mix = {"tdpo2": {"alpha": 0.5}}
+    wrong = Teacher(model="reference", divergence="reverse_kl")
+    with pytest.raises(ValueError, match=r"^teacher\.divergence: TDPO sums KL\(reference\|\|policy\), wanted forward"):
+        dpo_losses(replace(CONFIG, loss=mix, teacher=wrong))
+    losses = dpo_losses(replace(CONFIG, loss=mix, teacher=Teacher(model="reference")))
+    assert losses["tdpo2"].function.keywords == {"beta": 0.1, "alpha": 0.5}
 
 
 def test_an_f_divergence_scores_ratios_and_leaves_log_probs_as_they_are(policy, batch):

@@ -11,11 +11,14 @@ from burnish.loops.train.mix import PAIR_LOSSES
 from online import lines, prepare
 
 UNKNOWN = "error"  # a failed reward
+TAUGHT = ("distillation", "tdpo1", "tdpo2")  # by a model, which this recipe has not
 NEED = {"simpo": {"gamma": 0.5}, "alpha_po": {"gamma": 0.5, "alpha": 0.25}, "exo": {"label_smoothing": 0.1}}
 NEED |= {
     "discopop": {"tau": 0.05},
     "robust_dpo": {"label_smoothing": 0.1},
     "label_smoothed_nll": {"label_smoothing": 0.1},
+    "dpo_positive": {"penalty": 5.0},
+    "length_regularized_dpo": {"alpha": 0.02},
 }
 
 
@@ -85,7 +88,7 @@ def test_policy_and_reference_are_compared_at_the_temperature_of_the_answers(com
 
 def test_all_pair_losses_take_a_step(common, tmp_path):
     """In one mix, each with a small coefficient, so that the model is loaded once."""
-    losses = {name: {"coefficient": 0.01, **NEED.get(name, {})} for name in PAIR_LOSSES if name != "distillation"}
+    losses = {name: {"coefficient": 0.01, **NEED.get(name, {})} for name in PAIR_LOSSES if name not in TAUGHT}
     open_online_dpo(
         OnlineDPO(**{**common, "steps": 1, "micro_tokens": None}, loss=losses, output=str(tmp_path / "run"))
     ).train()

@@ -68,6 +68,7 @@ def test_the_ranges_of_a_signature_are_those_that_the_objective_checks(name, req
         return None
 
     proper = {"beta": 0.1, "label_smoothing": 0.1, "gamma": 0.5, "alpha": 0.25, "clip_low": 0.2, "clip_high": 0.2}
+    proper |= {"penalty": 1.0}
     refused = 0
     for parameter in hyper_parameters(function):
         choices = ("k1", "k2", "k3", "k4") if parameter == "kind" else NUMBERS
