@@ -6,7 +6,7 @@ From Python, a field that names something may hold the object itself.
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -76,6 +76,39 @@ class Settings:
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
             if hasattr(value, "_expression"):  # from the command line; YAML and checkpoints hold plain numbers
                 object.__setattr__(self, name, value._type(value))
+
+    def refuse_contradictions(self) -> None:
+        """Check all rules together: the command does before it imports torch, and a run before it opens.
+
+        Raises:
+            ValueError: lists each setting that contradicts another.
+        """
+        complaints = list(self.contradictions())
+        if complaints:
+            raise ValueError(several(complaints))
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a sentence, with its remedy, for each setting that contradicts another one.
+
+        These rules need no file, rank, device or model. Rules that do are checked where a run meets these.
+        """
+        for each in fields(self):
+            group = getattr(self, each.name)
+            if isinstance(group, Settings):
+                yield from group.contradictions()
+
+
+def several(complaints: Sequence[str]) -> str:
+    """One message of some complaints: the only one as it is, or how many there are and a line for each."""
+    if len(complaints) == 1:
+        return complaints[0]
+    return "\n  ".join([f"{len(complaints)} mistakes", *complaints])
+
+
+def losses_named(mix: "LossMix | None") -> set[str]:
+    """The names of the losses of a mix; a function, whose name is not known before it is found, has none."""
+    losses = mix if isinstance(mix, Mapping) else [mix]
+    return {loss for loss in losses if isinstance(loss, str)}
 
 
 _hints = cache(get_type_hints)
@@ -173,21 +206,14 @@ class Lora(Settings):
     path: str | None = None
     """Directory of an adapter to continue training, instead of a new one; it has its own rank and settings."""
 
-    def __post_init__(self) -> None:
-        """Refuse settings of new adapters where none are made.
-
-        Raises:
-            ValueError: names them, and what they need.
-        """
-        super().__post_init__()
+    def contradictions(self) -> Iterator[str]:
+        """Yield the settings of new adapters where no new ones are made."""
         changed = [each.name for each in fields(self) if getattr(self, each.name) != _default(each)]
         if not self.enabled and (complaint := self.complaint(changed)):
-            raise ValueError(complaint)
+            yield complaint
         own = [name for name in changed if name not in ("r", "path")]
         if self.path is not None and own:
-            raise ValueError(
-                f"lora.{own[0]}: the adapter in {self.path} has its own; leave it out, or lora.path for a new one"
-            )
+            yield f"lora.{own[0]}: the adapter in {self.path} has its own; leave it out, or lora.path for a new one"
 
     @classmethod
     def complaint(cls, given: Collection[str]) -> str:
@@ -227,6 +253,20 @@ class Parallel(Settings):
     """Ranks that train on the same data together, each on a part of the columns of its rows (context parallelism, by
     all-to-all before and after attention): for long rows. With dp_shard_size, that many such groups hold one copy in
     shards, each rank one."""
+
+    def contradictions(self) -> Iterator[str]:
+        if self.tp_size > 1 and self.cp_size > 1:
+            yield (
+                f"parallel.cp_size: rows are split or layers are, got {self.cp_size} and tp_size={self.tp_size}; "
+                "leave out one"
+            )
+
+    @property
+    def field(self) -> str:
+        """The setting that splits the model, for messages."""
+        if self.cp_size > 1:
+            return "parallel.cp_size"
+        return "parallel.tp_size" if self.tp_size > 1 else "parallel.dp_shard_size"
 
     @property
     def together(self) -> int:
@@ -362,6 +402,54 @@ class Common(Settings):
     parallel: Parallel = field(default_factory=Parallel)
     """How several ranks share the model."""
 
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from self._without_directory()
+        yield from self._without_evaluation()
+        by_name = isinstance(self.model, str)
+        if self.streaming and self.steps is None:
+            yield "streaming: wanted steps, as an epoch has no known length"
+        for name in ("eval_every", "save_every"):
+            if self.streaming and getattr(self, name) == "epoch":
+                yield f"{name}: an epoch of streamed data has no known length; give a number of steps"
+        if self.weights_dtype == "bfloat16" and self.dtype != "bfloat16":
+            yield f"weights_dtype: bfloat16 weights compute in bfloat16, and dtype is {self.dtype}; set both"
+        if self.quantize is not None and not by_name:
+            yield "quantize: the model is loaded already; load it quantized, or give its name"
+        if self.quantize is not None and by_name and not self.lora.enabled:
+            yield "quantize: quantized weights can't be trained; add adapters, such as --lora.r 16"
+        if self.quantize is not None and self.parallel.copy_size > 1:
+            yield (
+                f"{self.parallel.field}: quantized weights can't be sharded, got {self.parallel.copy_size} and "
+                f"quantize={self.quantize}; leave one of them out"
+            )
+        if self.parallel.tp_size > 1 and self.lora.enabled:
+            yield (
+                f"{self.parallel.field}: the layers under adapters are not split; leave lora out, or shard by "
+                f"--parallel.dp_shard_size {self.parallel.copy_size} instead"
+            )
+
+    def _without_directory(self) -> Iterator[str]:
+        """Yield the settings that need a run directory where there is none."""
+        if self.output == "":
+            yield "output: wanted a directory, got ''; name one (a shell's variable may be empty)"
+        for name in ("resume", "keep_best", "save_every"):
+            if self.output is None and getattr(self, name):
+                yield f"{name}: checkpoints are kept in the run's directory, and it has none; set output"
+
+    def _without_evaluation(self) -> Iterator[str]:
+        """Yield the settings that follow held-out data where there are none."""
+        held_out = self.eval_data is not None
+        if self.schedule in ("reduce_lr_on_plateau", "greedy") and not (held_out and self.eval_every):
+            yield f"schedule {self.schedule}: follows the loss of evaluations; give --eval_data and --eval_every"
+        metric = (self.keep_best or "eval/").removeprefix("max:")
+        if not metric.startswith("eval/") or (self.keep_best and not held_out):
+            and_none = "" if held_out else " and no eval_data"
+            yield (
+                f"keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got "
+                f"{self.keep_best!r}{and_none}"
+            )
+
     @property
     def longest(self) -> int | None:
         """Maximum tokens of a row; of a prompt, in recipes that sample completions."""
@@ -402,6 +490,18 @@ class Referenced(Settings):
     null never updates it."""
     ref_model_mixup_alpha: PositiveShare = 0.6
     """Weight of the policy in such an update, alpha policy + (1 - alpha) reference; 1 replaces it."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        config: Any = self  # the fields of `Common` are beside these in every recipe
+        if self.reference == "adapters_off" and isinstance(config.model, str) and not config.lora.enabled:
+            yield "reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy"
+        whole = not (self.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
+        if self.ref_model_sync_steps and not (whole and self.reference in ("auto", "copy")):
+            yield (
+                "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without "
+                "adapters or shards, with no ref_model, and with reference auto or copy"
+            )
 
 
 @dataclass(frozen=True)

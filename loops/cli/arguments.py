@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
-from ..config import Lora, OfflineConfig, kinds, range_complaint, wording
+from ..config import Lora, OfflineConfig, Settings, kinds, range_complaint, several, wording
 from ..registry import nearest
 from .trl import flattened, headlines, loaded, read, read_files, split_flags
 
@@ -58,10 +58,15 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
         fresh = _parser(name, config_class, documented=False)  # one that has failed still means to print
         others = [text for name, text in _mistakes(fresh, translated, left) if name not in translation.refused]
         mistakes = [*translation.refused.values(), *others] or [unclear]
-        text = mistakes[0] if len(mistakes) == 1 else "\n  ".join([f"{len(mistakes)} mistakes", *mistakes])
-        parser.exit(2, f"{parser.prog}: {text}\n{parser.prog} --help lists its fields\n")
+        parser.exit(2, f"{parser.prog}: {several(mistakes)}\n{parser.prog} --help lists its fields\n")
     parsed.pop("config", None)
-    return config_class(**vars(parser.instantiate(parsed)))
+    config = config_class(**vars(parser.instantiate(parsed)))
+    if isinstance(config, Settings):  # the demo has no rules
+        try:
+            config.refuse_contradictions()
+        except ValueError as contradictions:
+            parser.exit(2, f"{parser.prog}: {contradictions}\n{parser.prog} --help lists its fields\n")
+    return config
 
 
 def completion(shell: str, recipes: Mapping[str, Any]) -> str:

@@ -72,20 +72,8 @@ def distill_losses(config: Distill) -> dict[str, Term]:
     on_samples = "teacher_logp" in tensors_needed(losses)
     config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
     if not config.on_policy:
-        if on_samples:
-            raise ValueError("loss: sampled_reverse_kl is for the student's own completions; set on_policy above 0")
         return {**losses, **ENTROPY}
     check_sampling(config)
-    if on_samples and (config.top_p < 1 or config.top_k):
-        raise ValueError(
-            "top_p, top_k: sampled_reverse_kl is a policy gradient, biased where tokens are sampled from a part of the "
-            "distribution; sample from all of it, or use the loss distillation"
-        )
-    if config.teacher.model is None or config.teacher.top_k is not None:
-        raise ValueError(
-            "on_policy: the student's completions are not known before training, so no teacher's outputs can have been "
-            "stored for them; give --teacher.model, and neither teacher.top_k nor teacher.logprobs"
-        )
     if columns := set(columns_of(losses)) - {"sampled", "demonstrated"}:
         raise ValueError(f"on_policy: the student's completions have no column {min(columns)!r}; leave it out")
     return {**losses, **ENTROPY}

@@ -77,23 +77,8 @@ def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
 
 
 def grpo_losses(config: GRPO) -> dict[str, Term]:
-    """The losses of this configuration; ValueError if settings contradict each other."""
+    """The losses of this configuration; ValueError if none heeds a setting."""
     variant = variant_of(config)
-    if config.group_size < 2:
-        raise ValueError(
-            f"group_size: a completion is compared with the others of its prompt, wanted >= 2, got {config.group_size};"
-            " ppo learns from single completions"
-        )
-    if config.variant == "rloo" and variant["scale"] == "group":
-        raise ValueError("scale: a group's standard deviation does not go with rloo's baseline; use batch or none")
-    kl_in_reward = config.beta and config.kl_as == "reward"
-    if config.reward_aggregation == "normalize" and (config.variant == "rloo" or kl_in_reward):
-        raise ValueError(
-            "reward_aggregation: normalize compares each reward within the group by itself, which leaves no place for "
-            "another baseline or for the divergence; use a variant other than rloo, and kl_as loss"
-        )
-    if config.use_bias_correction_kl and config.kl_as == "reward":
-        raise ValueError("use_bias_correction_kl: is for the divergence as a loss; leave it out, or set kl_as to loss")
     weigh = WEIGHTINGS[variant["weighting"]]
     if variant["weighting"] == "fixed_length":
         weigh = partial(weigh, length=config.max_tokens)

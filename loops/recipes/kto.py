@@ -55,10 +55,6 @@ def kto_losses(config: KTO) -> dict[str, Term]:
     given = {*config.loss_kwargs, *(name for name, weight in weights.items() if weight != 1)}
     losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=given)
     config.teacher.check(needed="divergence" in tensors_needed(losses))
-    if "kto" in losses and config.batch_size < 2:
-        raise ValueError("kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more")
-    if "kto" in losses and config.reference == "precompute":
-        raise ValueError("reference: the mismatched completions of kto can't be precomputed; use copy or adapters_off")
     return {**losses, **feedback_metrics(config.beta), **ENTROPY}
 
 

@@ -29,9 +29,7 @@ def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Trai
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
-    """The losses of this configuration; ValueError if settings contradict each other."""
-    if config.group_size < 2:
-        raise ValueError(f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {config.group_size}")
+    """The losses of this configuration."""
     without_teacher = {"distillation", "tdpo1", "tdpo2"}
     known = {name: loss for name, loss in PAIR_LOSSES.items() if name not in without_teacher}
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}

@@ -102,8 +102,6 @@ def open_critic(config: PPO) -> Scorer:
 
 def ppo_losses(config: PPO) -> dict[str, Term]:
     """The losses of this configuration; ValueError if settings contradict each other."""
-    if config.value_head is not None and config.value_model is not None:
-        raise ValueError("value_head: value_model has a head of its own; give one of the two")
     losses = policy_losses(config, "clipped_surrogate", {})
     if wrong := [name for name in losses if units_of(losses[name].function).get("advantage") == "sequences"]:
         raise ValueError(

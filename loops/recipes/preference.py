@@ -87,8 +87,6 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
 def completion_logprob(config: DPO) -> Callable[[Tensor, Batch], Tensor] | None:
     """How the log-probs of tokens make that of a completion, where it is not their plain sum."""
     if config.logprob_reduction == "mean":
-        if config.ld_alpha != 1:
-            raise ValueError("ld_alpha: is for sums of log-probs; leave it out, or set logprob_reduction to sum")
         return lambda x, batch: sequence_mean(x, batch.sequence, batch.sequences)
     return None if config.ld_alpha == 1 else partial(_desensitized, alpha=config.ld_alpha)
 

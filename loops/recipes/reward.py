@@ -35,8 +35,6 @@ def open_reward(config: Reward) -> Training:
 
 def reward_losses(config: Reward) -> dict[str, Term]:
     """The losses, and what is measured beside them; ValueError if settings contradict each other."""
-    if config.loss != "bradley_terry" and (config.centering or config.margin):
-        raise ValueError(f"centering, margin: are for pairs, with the loss bradley_terry; the loss is {config.loss}")
     centered = {"centering": Term(centering, config.centering)} if config.centering else {}
     return {**LOSSES[config.loss], **centered}
 

@@ -3,6 +3,7 @@
 They are apart from the recipes so that the command line can be read and checked without torch.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,6 +20,7 @@ from ..config import (
     Referenced,
     Settings,
     Teacher,
+    losses_named,
 )
 from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig
 
@@ -76,6 +78,11 @@ class DPO(Referenced, Pairs, OfflineConfig):
     loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
 
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.logprob_reduction == "mean" and self.ld_alpha != 1:
+            yield "ld_alpha: is for sums of log-probs; leave it out, or set logprob_reduction to sum"
+
 
 @dataclass(frozen=True)
 class CPO(Pairs, OfflineConfig):
@@ -120,6 +127,13 @@ class KTO(Referenced, OfflineConfig):
     loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, for every loss that has one of that name."""
 
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if "kto" in losses_named(self.loss) and self.batch_size < 2:
+            yield "kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more"
+        if "kto" in losses_named(self.loss) and self.reference == "precompute":
+            yield "reference: the mismatched completions of kto can't be precomputed; use copy or adapters_off"
+
 
 @dataclass(frozen=True)
 class Reward(OfflineConfig):
@@ -132,6 +146,11 @@ class Reward(OfflineConfig):
     """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its paper has 0.01."""
     margin: str | None = None
     """Numeric column that says by how much the chosen completion of a pair is better."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.loss != "bradley_terry" and (self.centering or self.margin):
+            yield f"centering, margin: are for pairs, with the loss bradley_terry; the loss is {self.loss}"
 
 
 @dataclass(frozen=True)
@@ -158,6 +177,25 @@ class Distill(SFT, SamplingConfig):
     """Share of the steps on completions that the student samples itself, λ of GKD; 1 is all of them."""
     group_size: PositiveInt = 1
 
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        on_samples = "sampled_reverse_kl" in losses_named(self.loss)
+        if not self.on_policy:
+            if on_samples:
+                yield "loss: sampled_reverse_kl is for the student's own completions; set on_policy above 0"
+            return
+        yield from self.sampling_contradictions()
+        if on_samples and (self.top_p < 1 or self.top_k):
+            yield (
+                "top_p, top_k: sampled_reverse_kl is a policy gradient, biased where tokens are sampled from a part of "
+                "the distribution; sample from all of it, or use the loss distillation"
+            )
+        if self.teacher.model is None or self.teacher.top_k is not None:
+            yield (
+                "on_policy: the student's completions are not known before training, so no teacher's outputs can have "
+                "been stored for them; give --teacher.model, and neither teacher.top_k nor teacher.logprobs"
+            )
+
 
 @dataclass(frozen=True)
 class GRPO(PolicyGradientConfig):
@@ -177,6 +215,24 @@ class GRPO(PolicyGradientConfig):
     """Use the divergence from the reference as a loss of its own, or subtract it from the reward."""
     use_bias_correction_kl: bool = False
     """Weight that loss by the ratio of each token, so that its gradient is the divergence's (DeepSeek-V3.2)."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.group_size < 2:
+            yield (
+                "group_size: a completion is compared with the others of its prompt, wanted >= 2, got "
+                f"{self.group_size}; ppo learns from single completions"
+            )
+        if self.variant == "rloo" and self.scale == "group":
+            yield "scale: a group's standard deviation does not go with rloo's baseline; use batch or none"
+        kl_in_reward = self.beta > 0 and self.kl_as == "reward"
+        if self.reward_aggregation == "normalize" and (self.variant == "rloo" or kl_in_reward):
+            yield (
+                "reward_aggregation: normalize compares each reward within the group by itself, which leaves no place "
+                "for another baseline or for the divergence; use a variant other than rloo, and kl_as loss"
+            )
+        if self.use_bias_correction_kl and self.kl_as == "reward":
+            yield "use_bias_correction_kl: is for the divergence as a loss; leave it out, or set kl_as to loss"
 
 
 @dataclass(frozen=True)
@@ -214,6 +270,11 @@ class PPO(PolicyGradientConfig):
     missing_eos_penalty: float = 0.0
     """Penalty on the reward of a completion that was cut at max_tokens."""
 
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.value_head is not None and self.value_model is not None:
+            yield "value_head: value_model has a head of its own; give one of the two"
+
 
 @dataclass(frozen=True)
 class OnlineDPO(Pairs, OnlineConfig):
@@ -225,6 +286,11 @@ class OnlineDPO(Pairs, OnlineConfig):
     """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}."""
     missing_eos_penalty: float = 0.0
     """Penalty on the reward of a completion that was cut at max_tokens."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.group_size < 2:
+            yield f"group_size: a pair needs two completions of a prompt, wanted >= 2, got {self.group_size}"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from ..environments import MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
 from ..redaction import resolved_data
-from ..rewards.resolve import SHIPPED, resolve_rewards
+from ..rewards.resolve import resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
 from ..rewards.table import reward_metrics, score
 from ..rollouts.replay import open_sample_log
@@ -104,7 +104,8 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     Raises:
         ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
     """
-    check_online(config)
+    config.refuse_contradictions()
+    check_sampling(config)
     make = None if config.environment is None else resolve_environment(config.environment)
     accelerator = open_accelerator(config)
     records = load_data(resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed)
@@ -157,24 +158,3 @@ def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Ac
 
 def _scored_elsewhere(row: Row, sample: Sample) -> float:
     raise AssertionError("rewards are given on the main process alone")
-
-
-def check_online(config: OnlineConfig) -> None:
-    """Raise ValueError, before anything is loaded, if completions can't be sampled or can't be learned from."""
-    check_sampling(config)
-    if config.schedule in ("reduce_lr_on_plateau", "greedy"):
-        raise ValueError(
-            f"schedule: {config.schedule} follows eval/loss, and held-out prompts have rewards; use another"
-        )
-    if config.streaming:
-        raise ValueError("streaming: this recipe samples completions for prompts, all of which it reads beforehand")
-    if config.minibatches > config.prompts_per_rollout:
-        raise ValueError(
-            f"minibatches: the {config.prompts_per_rollout} prompts of a rollout can't be shared by "
-            f"{config.minibatches} steps; raise prompts_per_rollout, or lower minibatches"
-        )
-    if config.environment is None and not config.rewards:
-        raise ValueError(
-            f"rewards: none is named, so nothing could be learned; give at least one, such as --rewards "
-            f"'{{exact_match: 1.0}}'. There are {', '.join(SHIPPED)}, or your own as module:function"
-        )

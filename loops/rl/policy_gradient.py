@@ -71,21 +71,6 @@ def policy_losses(
     Raises:
         ValueError: if settings contradict each other.
     """
-    if config.correction == "none":
-        if config.top_p < 1 or config.top_k:
-            raise ValueError(
-                "top_p, top_k: tokens sampled from a part of the distribution are more likely there than under the "
-                "policy, and its gradient is biased; sample from all of it, or set a correction, and leave old_logprobs"
-                " out"
-            )
-    elif config.old_logprobs == "sampled":
-        raise ValueError(
-            f"correction: {config.correction} compares the trainer's log-probs with the sampler's; with old_logprobs="
-            "sampled the ratio of the loss does that already; leave old_logprobs out, or set correction to none"
-        )
-    elif config.bounds[0] > config.bounds[1]:
-        low, high = config.bounds
-        raise ValueError(f"correction_low, correction_high: wanted low <= high, got {low} and {high}")
     shared = {**loss_kwargs, **config.loss_kwargs}
     mix = config.loss or default
     losses = parse_losses(mix, shared, POLICY_LOSSES, weighting=weigh, given=config.loss_kwargs)

@@ -1,7 +1,8 @@
 """Settings that recipes share whose completions are sampled while they train."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..config import (
@@ -18,6 +19,7 @@ from ..config import (
     Schedule,
     Settings,
 )
+from ..rewards.resolve import SHIPPED
 from ..rollouts.sample import SamplingParams
 
 # Nats per token. Other kernels and precisions differ by 0.01 to 0.1 on average; a model that never got its weights by 4
@@ -69,6 +71,18 @@ class VLLM(Settings):
     patience: PositiveFloat = 1200.0
     """Seconds in which a server must start, or answer any of its requests; then the run ends."""
 
+    def contradictions(self) -> Iterator[str]:
+        if self.trainer_address is not None and self.updates != "nccl":
+            yield "vllm.trainer_address: it is for updates by nccl; set vllm.updates to nccl, or leave it out"
+        of_a_start = self.python or self.options or self.environment or self.host != VLLM.host
+        if self.url is not None and of_a_start:
+            yield "vllm.url: that server runs already; leave out python, options, environment and host, or the url"
+        if self.url is None and self.api_key is not None:
+            yield (
+                "vllm.api_key: it is for a server that runs, whose vllm.url is missing; one that is started has a "
+                "random key"
+            )
+
     @property
     def urls(self) -> list[str]:
         return list(map(str.strip, self.url.split(","))) if isinstance(self.url, str) else self.url or []
@@ -99,6 +113,37 @@ class SamplingConfig(Common):
     where a run may be resumed on another GPU, or on one that others use too."""
     show_every: NonNegativeInt = 10
     """Show a few completions every so many rollouts; 0 shows none."""
+
+    def sampling_contradictions(self) -> Iterator[str]:
+        """Yield what stands against sampling completions as these settings say."""
+        for field_name, parts in (("tp_size", "layers"), ("cp_size", "rows")):
+            size = getattr(self.parallel, field_name)
+            if size > 1:
+                yield (
+                    f"parallel.{field_name}: a run that samples completions splits no {parts}, got {size}; shard by "
+                    f"--parallel.dp_shard_size {size} instead"
+                )
+        if self.temperature == 0:
+            yield "temperature: at 0 every completion of a prompt is the same, wanted > 0, such as 1.0"
+        if self.source == "policy":
+            if self.vllm != VLLM():
+                yield "vllm: it is set up, but source is policy; set source to vllm, or leave it out"
+        else:
+            yield from self._vllm_contradictions()
+
+    def _vllm_contradictions(self) -> Iterator[str]:
+        if 0 < self.temperature < 0.01:
+            yield f"temperature: vLLM samples at 0.01 or above, got {self.temperature:g}"
+        if not isinstance(self.model, str):
+            yield "source: vLLM loads a model by its name; give the name, or set source to policy"
+        if self.dtype == "float64":
+            yield "source: vLLM does not compute in float64; set dtype to float32, or source to policy"
+        if self.quantize is not None:
+            yield "source: a quantized policy has other log-probs than vLLM's plain model; set source to policy"
+        if self.vllm.updates == "adapters" and not self.lora.enabled:
+            yield "vllm.updates: there are no adapters; set lora.r, or updates to files"
+        if self.source == "vllm_engine" and replace(self.vllm, options={}, directory=None) != VLLM():
+            yield "vllm: an engine in this process has no other settings than options and directory"
 
     @property
     def sampling(self) -> SamplingParams:
@@ -141,6 +186,28 @@ class OnlineConfig(Referenced, SamplingConfig):
     eval_temperature: NonNegativeFloat = 0.0
     """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the likeliest token."""
 
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from self.sampling_contradictions()
+        if self.streaming:
+            yield "streaming: this recipe samples completions for prompts, all of which it reads beforehand"
+        if self.minibatches > self.prompts_per_rollout:
+            yield (
+                f"minibatches: the {self.prompts_per_rollout} prompts of a rollout can't be shared by "
+                f"{self.minibatches} steps; raise prompts_per_rollout, or lower minibatches"
+            )
+        if self.environment is None and not self.rewards:
+            yield (
+                "rewards: none is named, so nothing could be learned; give at least one, such as --rewards "
+                f"'{{exact_match: 1.0}}'. There are {', '.join(SHIPPED)}, or your own as module:function"
+            )
+
+    def _without_evaluation(self) -> Iterator[str]:
+        if self.schedule in ("reduce_lr_on_plateau", "greedy"):
+            yield f"schedule: {self.schedule} follows eval/loss, and held-out prompts have rewards; use another"
+        else:
+            yield from super()._without_evaluation()
+
     @property
     def longest(self) -> int | None:
         return self.max_prompt_length
@@ -179,6 +246,26 @@ class PolicyGradientConfig(OnlineConfig):
     """Mean difference of the trainer's and the sampler's log-probs, in nats per token, above which the run ends in the
     first step on a rollout: it was sampled from other weights. Completions of older weights are not judged. Null is 1,
     or no bound where top_p or top_k cut the distribution, which a correction is then for; .inf is no bound."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.correction == "none":
+            if self.top_p < 1 or self.top_k:
+                yield (
+                    "top_p, top_k: tokens sampled from a part of the distribution are more likely there than under the "
+                    "policy, and its gradient is biased; sample from all of it, or set a correction, and leave "
+                    "old_logprobs out"
+                )
+            return
+        if self.old_logprobs == "sampled":
+            yield (
+                f"correction: {self.correction} compares the trainer's log-probs with the sampler's; with "
+                "old_logprobs=sampled the ratio of the loss does that already; leave old_logprobs out, or set "
+                "correction to none"
+            )
+        low, high = self.bounds
+        if low > high:
+            yield f"correction_low, correction_high: wanted low <= high, got {low} and {high}"
 
     @property
     def bounds(self) -> tuple[float, float]:

@@ -26,8 +26,8 @@ from ..rollouts.sample import Sample
 from ..rollouts.scheduler import RolloutScheduler
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
-from ..rollouts.vllm.launch import LOOPBACK, ServerProcess, refuse_unsafe
-from ..rollouts.vllm.server import VLLMServer, VLLMServers, sampling_params
+from ..rollouts.vllm.launch import ServerProcess, refuse_unsafe
+from ..rollouts.vllm.server import VLLMServer, VLLMServers
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank
 from ..runs.context import RunContext
 from ..runs.ranks import on_main
@@ -36,29 +36,13 @@ from .settings import VLLM, OnlineConfig, SamplingConfig
 
 
 def check_sampling(config: SamplingConfig) -> None:
-    """Raise ValueError, before anything is loaded, if completions can't be sampled as configured."""
-    for field, parts in (("tp_size", "layers"), ("cp_size", "rows")):
-        if (size := getattr(config.parallel, field)) > 1:
-            raise ValueError(
-                f"parallel.{field}: a run that samples completions splits no {parts}, got {size}; shard by "
-                f"--parallel.dp_shard_size {size} instead"
-            )
-    if config.temperature == 0:
-        raise ValueError("temperature: at 0 every completion of a prompt is the same, wanted > 0, such as 1.0")
+    """Raise ValueError if a stored adapter or the number of ranks stands against sampling as configured.
+
+    What needs neither is a rule of the settings, `SamplingConfig.sampling_contradictions`.
+    """
     if config.source == "policy":
-        if config.vllm != VLLM():
-            raise ValueError("vllm: it is set up, but source is policy; set source to vllm, or leave it out")
         return
-    sampling_params(config.sampling, seed=0)
-    if not isinstance(config.model, str):
-        raise ValueError("source: vLLM loads a model by its name; give the name, or set source to policy")
-    if config.dtype == "float64":
-        raise ValueError("source: vLLM does not compute in float64; set dtype to float32, or source to policy")
-    if config.quantize is not None:
-        raise ValueError("source: a quantized policy has other log-probs than vLLM's plain model; set source to policy")
-    if config.vllm.updates == "adapters":
-        if not config.lora.enabled:
-            raise ValueError("vllm.updates: there are no adapters; set lora.r, or updates to files")
+    if config.vllm.updates == "adapters" and config.lora.enabled:
         adapter = vars(config.lora) | config.lora.kwargs
         if config.lora.path is not None and (stored := Path(config.lora.path, "adapter_config.json")).exists():
             adapter = json.loads(stored.read_text())
@@ -71,26 +55,8 @@ def check_sampling(config: SamplingConfig) -> None:
             )
     if config.source == "vllm_engine" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError("source: an engine in this process takes its device alone; with several ranks set it to vllm")
-    if config.source == "vllm_engine" and replace(config.vllm, options={}, directory=None) != VLLM():
-        raise ValueError("vllm: an engine in this process has no other settings than options and directory")
-    if config.vllm.trainer_address is not None and config.vllm.updates != "nccl":
-        raise ValueError("vllm.trainer_address: it is for updates by nccl; set vllm.updates to nccl, or leave it out")
-    check_server_settings(config.vllm)
-
-
-def check_server_settings(vllm: VLLM) -> None:
-    """Raise ValueError if a server could not be started, or reached, as configured."""
-    if vllm.url is None:
-        if vllm.api_key is not None:
-            raise ValueError(
-                "vllm.api_key: it is for a server that runs, whose vllm.url is missing; one that is started has a "
-                "random key"
-            )
-        refuse_unsafe(vllm.options)
-    elif vllm.python or vllm.options or vllm.environment or vllm.host != LOOPBACK:
-        raise ValueError(
-            "vllm.url: that server runs already; leave out python, options, environment and host, or the url"
-        )
+    if config.vllm.url is None:
+        refuse_unsafe(config.vllm.options)
 
 
 def open_scheduler(

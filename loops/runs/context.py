@@ -155,12 +155,6 @@ class RunContext(Generic[Model]):
             ValueError: if it is to follow the policy and can't.
         """
         config = self.config
-        of_whole = not (config.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
-        if config.ref_model_sync_steps and not (of_whole and kind in ("auto", "copy")):
-            raise ValueError(
-                "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without "
-                "adapters or shards, with no ref_model, and with reference auto or copy"
-            )
         if not needed:
             return None, lambda data: {}
         policy: Any = self.model
@@ -251,11 +245,6 @@ def open_run(
 
     stream = None
     if config.streaming:
-        if config.steps is None:
-            raise ValueError("streaming: wanted steps, as an epoch has no known length")
-        for name in ("eval_every", "save_every"):
-            if getattr(config, name) == "epoch":
-                raise ValueError(f"{name}: an epoch of streamed data has no known length; give a number of steps")
         by_step = replace(tokenization(config), cached=False)
         encode_rows = partial(encode, tokenizer=tokenizer, options=by_step, **options)
         order: dict[str, Any] = {name: getattr(config, name) for name in ("batch_size", "seed", "shuffle")}
@@ -295,6 +284,7 @@ def tokenization(config: Common) -> Tokenization:
 def open_accelerator(config: Common) -> Accelerator:
     """The `Accelerator` of a run whose directory is free, or holds the same run to resume; ValueError otherwise, or if
     settings contradict each other or what is installed."""
+    config.refuse_contradictions()
     check_launcher()
     check_files(config)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
@@ -305,16 +295,7 @@ def open_accelerator(config: Common) -> Accelerator:
             raise ValueError(nearest("report_to: no tracker", name, [*LoggerType.list(), "none"]))
         if name != "all" and name not in map(str, get_available_trackers()):
             raise ValueError(f"report_to: {name} is not installed; install it, or leave it out")
-    held_out = config.eval_data is not None
-    if config.keep_best and not (held_out and config.keep_best.removeprefix("max:").startswith("eval/")):
-        raise ValueError(
-            f"keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got {config.keep_best!r}"
-            + ("" if held_out else " and no eval_data")
-        )
     optimizers.check(config)
-    for name in ("resume", "keep_best", "save_every"):
-        if config.output is None and getattr(config, name):
-            raise ValueError(f"{name}: checkpoints are kept in the run's directory, and it has none; set output")
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",

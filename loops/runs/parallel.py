@@ -65,9 +65,7 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
     """
     ranks, parallel = accelerator.num_processes, config.parallel
     shards, split, together, size = parallel.dp_shard_size, parallel.tp_size, parallel.cp_size, parallel.copy_size
-    field = f"parallel.{'cp_size' if together > 1 else 'tp_size' if split > 1 else 'dp_shard_size'}"
-    if split > 1 < together:
-        raise ValueError(f"{field}: rows are split or layers are, got {together} and tp_size={split}; leave out one")
+    field = parallel.field
     if _started() != ranks:
         raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
     launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
@@ -81,16 +79,6 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
         raise ValueError(
             f"{field}: {times}must divide the number of ranks, which is {ranks}, got {size}; lower it, or "
             f"start a multiple of {size} (torchrun --nproc_per_node {size})"
-        )
-    if size > 1 and config.quantize is not None:
-        raise ValueError(
-            f"{field}: quantized weights can't be sharded, got {size} and quantize={config.quantize}; "
-            "leave one of them out"
-        )
-    if split > 1 and config.lora.enabled:
-        raise ValueError(
-            f"{field}: the layers under adapters are not split; leave lora out, or shard by "
-            f"--parallel.dp_shard_size {size} instead"
         )
     if ranks > 1:
         copies = "one copy" if size == ranks else f"{ranks // size} copies"

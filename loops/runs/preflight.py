@@ -53,11 +53,6 @@ def check_files(config: Any) -> None:
             raise DataError(f"{field}: {name}: no such file; {origin}")
     if (python := _value(config, "vllm.python")) is not None and shutil.which(python) is None:
         raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
-    plain = isinstance(config.model, str) and not config.lora.enabled
-    if plain and getattr(config, "reference", None) == "adapters_off":
-        raise ValueError("reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy")
-    if config.output == "":
-        raise ValueError("output: wanted a directory, got ''; name one (a shell's variable may be empty)")
     if config.output is not None and os.environ.get("RANK", "0") == "0":
         _check_writable(Path(config.output))
 

@@ -57,8 +57,6 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 def check(config: Common) -> None:
     """Make the optimizer and the schedule of a configuration once, for a model of one weight, to raise their errors."""
-    if config.weights_dtype == "bfloat16" and config.dtype != "bfloat16":
-        raise ValueError(f"weights_dtype: bfloat16 weights compute in bfloat16, and dtype is {config.dtype}; set both")
     weight = nn.Linear(1, 1, dtype=getattr(torch, config.weights_dtype))
     named = isinstance(config.optimizer, str)  # an optimizer passed as an object holds the model's parameters
     optimizer = make_optimizer(config, weight) if named else AdamW(weight.parameters())
@@ -461,8 +459,6 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
         raise ValueError(nearest("schedule: this version of transformers has no", name, functions))
     if name == "constant" and warmup:
         name = "constant_with_warmup"
-    if name in _BY_EVALUATION and not (config.eval_data and config.eval_every):
-        raise ValueError(f"{who}: follows the loss of evaluations; give --eval_data and --eval_every")
     try:
         schedule: Any = build(
             "schedule_kwargs",

@@ -162,8 +162,6 @@ def test_no_pass_is_longer_than_max_length(run, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch_size", "1"], "its z0 comes from completions of other prompts; use a batch_size of 2"),
-        (["--reference", "precompute"], "the mismatched completions of kto can't be precomputed"),
         (["--loss", "dpo"], "loss: 'dpo' is not one of apo_zero_unpaired, bco"),
         (["--loss", "{kto: 1, distillation: 1}"], "distillation needs one; give --teacher.model or --teacher.logprobs"),
         (["--teacher.model", "x"], "no loss of this mix learns from it"),

@@ -247,10 +247,6 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"vllm": VLLM(url="http://127.0.0.1:8000")}, "source is policy; set source to vllm"),
-        ({"source": "vllm", "dtype": "float64"}, "set dtype to float32, or source to policy"),
-        ({"source": "vllm", "quantize": "4bit"}, "set source to policy"),
-        ({"source": "vllm", "vllm": VLLM(updates="adapters")}, "set lora.r, or updates to files"),
         ({"source": "vllm", "vllm": VLLM(updates="adapters"), "lora": Lora(r=513)}, "up to rank 512, got 513; lower"),
         (
             {"source": "vllm", "vllm": VLLM(updates="adapters", options={"max_lora_rank": 8}), "lora": Lora(r=9)},
@@ -270,17 +266,11 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
                 (Lora(r=2, kwargs={"rank_pattern": {"q": 600}}), "up to rank 512, got 600; lower"),
             )
         ),
-        ({"source": "vllm", "temperature": 0.001}, "temperature: vLLM samples at 0.01 or above, got 0.001"),
-        ({"source": "vllm", "vllm": VLLM(trainer_address="10.0.0.5")}, "set vllm.updates to nccl, or leave it out"),
-        ({"source": "vllm_engine", "vllm": VLLM(url="http://a:1")}, "no other settings than options and directory"),
-        ({"source": "vllm", "vllm": VLLM(url="http://a:1", python="p")}, "leave out python, options"),
-        ({"source": "vllm", "vllm": VLLM(url="http://a:1", host="0.0.0.0")}, "leave out python, options"),
         ({"source": "vllm", "vllm": VLLM(options={"host": "0.0.0.0"})}, "opens the server .*address in vllm.host"),
         ({"source": "vllm", "vllm": VLLM(options={"api-key": "k"})}, "vllm.options: api-key: all users of the machine"),
-        ({"source": "vllm", "vllm": VLLM(api_key="k")}, "vllm.api_key: it is for a server that runs"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused_before_anything_is_loaded(changed, message):
+def test_adapters_and_options_that_vllm_must_not_get_are_refused_before_anything_is_loaded(changed, message):
     with pytest.raises(ValueError, match=message):
         check_sampling(GRPO(model="m", data="d", output="o", **changed))
 

@@ -122,8 +122,6 @@ def test_norms_and_biases_do_not_decay():
             {"schedule": "cosine_with_min_lr"},
             "schedule cosine_with_min_lr: schedule_kwargs: One of min_lr or min_lr_rate should be set",
         ),
-        ({"schedule": "reduce_lr_on_plateau"}, "follows the loss of evaluations; give --eval_data and --eval_every"),
-        ({"weights_dtype": "bfloat16"}, "bfloat16 weights compute in bfloat16, and dtype is float32; set both"),
         (
             {
                 "weights_dtype": "bfloat16",
