@@ -60,6 +60,16 @@ def test_the_plain_install_has_torch_triton_and_jaxtyping():
     assert "burnish[train]" in PROJECT["optional-dependencies"]["test"]
 
 
+def test_only_vllm_and_the_tests_bound_torch_from_above():
+    def bounds(requirements):
+        of_torch = [requirement for requirement in map(Requirement, requirements) if requirement.name == "torch"]
+        return sorted(clause.operator for requirement in of_torch for clause in requirement.specifier)
+
+    assert bounds(PROJECT["dependencies"]) == [">="]
+    capped = {name for name, extra in PROJECT["optional-dependencies"].items() if "<" in bounds(extra)}
+    assert capped == {"vllm", "test"}
+
+
 def test_objectives_and_kernels_work_without_what_training_needs():
     done = without(TRAINING | {"yaml", "numpy", "pandas", "pyarrow"}, EMBED)
     assert done.returncode == 0, done.stderr
@@ -117,3 +127,39 @@ def test_a_fresh_environment_embeds_and_says_how_to_train(tmp_path, monkeypatch)
     assert done.stdout == "embedded True True\n", done.stderr
     done = subprocess.run([str(tmp_path / "fresh/bin/burnish"), "sft"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1 and 'pip install "burnish[train]"' in done.stderr
+
+
+USERS = """
+import burnish
+from burnish.kernels import linear_logprob
+from burnish.objectives import dpo
+
+burnish.dpo("model", [], betta=0.1)
+burnish.dpo("model", [], shuffle="no")
+burnish.sft("model", [], lora=8)
+dpo(1, 2, 3, 4, beta=0.1)
+linear_logprob()
+"""
+
+
+@pytest.mark.slow
+def test_an_editable_install_runs_where_the_files_are_and_is_seen_by_a_type_checker(tmp_path, monkeypatch):
+    """By README's own command, for a script outside of the checkout with five mistakes in five lines."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    venv.create(tmp_path / "fresh", with_pip=False)
+    python = str(tmp_path / "fresh/bin/python")
+    (site,) = tmp_path.glob("fresh/lib/python*/site-packages")
+    here = str(Path(metadata.distribution("torch").locate_file("")))
+    (site / "packages_of_this_environment.pth").write_text(here + "\n")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", python]
+    install = [*pip, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
+    subprocess.run(install, check=True, timeout=600, cwd=tmp_path)
+    (tmp_path / "user.py").write_text(USERS)
+
+    where = [python, "-c", "import burnish; print(burnish.__file__)"]
+    done = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert Path(done.stdout.strip()) == ROOT / "__init__.py"
+    check = [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", str(tmp_path), "user.py"]
+    done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    mistaken = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
+    assert mistaken == {6, 7, 8, 9, 10}, done.stdout + done.stderr

@@ -22,7 +22,7 @@ from ..own_code import burnish_alone, check_names, whose_code
 from ..recipes import RECIPES, opener, settings_of
 from ..redaction import HidingFormatter, check_settings, hide
 from ..registry import nearest
-from .arguments import completion, parse
+from .arguments import completion, parse, without_switch
 from .launch import command as launch_line
 from .trl import Command, from_command, read, to_yaml
 from .trl_rules import table
@@ -40,8 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     if name in (*RECIPES, *_COMMANDS):
-        flags = [word for word in words if word != "--no_code"]
-        with burnish_alone(flags != words):
+        flags, alone = without_switch(words, "no_code")
+        with burnish_alone(alone):
             return _command(name, flags)
     if name in ("", "-h", "--help"):
         print(_usage())
@@ -62,8 +62,8 @@ def _print_traceback(kind: type[BaseException], error: BaseException, trace: Tra
 def _command(name: str, words: list[str]) -> int:
     if name in _COMMANDS:
         return _COMMANDS[name][0](words)
-    flags = [word for word in words if word != "--dry_run"]
-    return _run(name, words) if flags == words else _COMMANDS["plan"][0]([name, *flags])
+    flags, checked_only = without_switch(words, "dry_run")
+    return _COMMANDS["plan"][0]([name, *flags]) if checked_only else _run(name, flags)
 
 
 class _Output(io.FileIO):

@@ -85,6 +85,27 @@ def completion(shell: str, recipes: Mapping[str, Any]) -> str:
     return script.getvalue()
 
 
+# Switches of every recipe that are no settings of a run.
+SWITCHES = {
+    "dry_run": "check settings, data and model, and predict memory, without training; as burnish plan does",
+    "no_code": "refuse all code but burnish's own that a configuration names",
+}
+
+
+def without_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
+    """The words without a switch, and whether it is on; it may be followed by true or false, as other switches are."""
+    left: list[str] = []
+    on = False
+    for name, values, tokens in split_flags(words):
+        if name.replace("-", "_") != switch or not tokens[0].startswith("--"):
+            left += tokens
+            continue
+        on = values[:1] != ["false"]
+        rest = values[1:] if values[:1] in (["true"], ["false"]) else values
+        left += rest if "=" not in tokens[0] else tokens[1:]
+    return left, on
+
+
 def _parser(name: str, config_class: Any, documented: bool = True) -> Any:
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)  # a third to a half of its time
     parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False, exit_on_error=False)
@@ -93,6 +114,15 @@ def _parser(name: str, config_class: Any, documented: bool = True) -> Any:
     parser.add_class_arguments(config_class)
     parser.fields = config_class
     return parser
+
+
+def _needed(config_class: Any) -> list[str]:
+    """The fields that a command must give."""
+    return [
+        field.name
+        for field in dataclasses.fields(config_class)
+        if field.default is field.default_factory is dataclasses.MISSING or (field.name, field.default) == _NEEDED
+    ]
 
 
 def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
@@ -114,12 +144,7 @@ def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[st
     for name, tokens in settings:
         if complaint := _complaint(parser, name.rstrip("+"), tokens):
             yield name, complaint
-    needed = [
-        field.name
-        for field in dataclasses.fields(parser.fields)
-        if field.default is field.default_factory is dataclasses.MISSING or (field.name, field.default) == _NEEDED
-    ]
-    if missing := [f"--{name}" for name in needed if name not in dict(settings)]:
+    if missing := [f"--{name}" for name in _needed(parser.fields) if name not in dict(settings)]:
         yield "config", f"needed as well: {', '.join(missing)}"  # unless the file, which may have them, can't be read
 
 
@@ -188,6 +213,12 @@ class _Parser(ArgumentParser):
         for action in self._actions:
             name = action.dest.partition(".")[0]
             sections["" if name in own - offline else shared.get(name, _RUN)].append(action)
+        for switch, purpose in SWITCHES.items():
+            sections[_RUN].append(
+                argparse.Action([f"--{switch}"], switch, nargs=0, default=argparse.SUPPRESS, help=purpose)
+            )
+        for action in self._actions:
+            action.required |= action.dest in _needed(self.fields)
         formatter = formatter or self._get_formatter()
         formatter.add_text(f"usage: {self.prog} [--config file.yaml] [--field value]")
         formatter.add_text(self.description)

@@ -49,6 +49,7 @@ TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 log = logging.getLogger(__name__)
 
 _NAMED = 4  # rows in a message
+_ENCODED = {"prompt", "completions", "trained", "row", "_row"}  # columns of ours, which no user named
 
 
 @dataclass
@@ -115,9 +116,9 @@ class RunContext(Generic[Model]):
         together = config.parallel.together
         rank, ranks = accelerator.process_index // together, accelerator.num_processes // together
         if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
-            raise ValueError(
-                f"data: no column {lacking[0]!r}, which a loss reads; there are {', '.join(data.column_names)}"
-            )
+            numbers = [name for name in data.column_names if name not in _ENCODED]
+            there = f"there are {', '.join(numbers)}" if numbers else "there are none"
+            raise ValueError(f"data: no column {lacking[0]!r}, which a loss reads; of columns of numbers, {there}")
         steps = 1 if whole else config.steps
         computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
         if self.stream is not None and data is self.data:

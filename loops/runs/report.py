@@ -17,7 +17,7 @@ from ..config import Common
 from .checkpoint import replace, writing
 from .trackers import for_trackers, open_trackers
 
-_TOLD = ("loss", "nll", "reward", "rewards/accuracies", "rewards/margins")
+_TOLD = ("loss", "nll", "reward", "accuracy", "rewards/accuracies", "rewards/margins")
 _SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
 

@@ -46,6 +46,16 @@ _OPTIMIZERS |= {
     "schedule_free_radam": "schedulefree:RAdamScheduleFree",
     "schedule_free_sgd": "schedulefree:SGDScheduleFree",
 }
+# transformers' names of some of them.
+_OF_TRANSFORMERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
+    **dict.fromkeys(("adamw_hf", "adamw_apex_fused"), "adamw"),
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw": "paged_adamw_32bit",
+    "paged_lion": "paged_lion_32bit",
+    "paged_ademamix": "paged_ademamix_32bit",
+    "rmsprop_bnb_8bit": "rmsprop_8bit",
+}
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"fused": True},
     "adafactor": {"scale_parameter": False, "relative_step": False},  # the learning rate comes from the schedule
@@ -73,7 +83,8 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     """
     if isinstance(config.optimizer, Optimizer):
         return config.optimizer
-    name = str(getattr(config.optimizer, "__name__", config.optimizer))
+    given = config.optimizer
+    name = plain_name(given) if isinstance(given, str) else str(getattr(given, "__name__", given))
     kind = _find_optimizer(name) if isinstance(config.optimizer, str) else config.optimizer
     kwargs = _checked_kwargs(config)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -113,6 +124,13 @@ def _package_of(name: str) -> str:
     """The package that an optimizer comes from; empty for our own."""
     module = _OPTIMIZERS.get(name, name).partition(":")[0]
     return module.partition(".")[0]
+
+
+def plain_name(name: str) -> str:
+    """The name in `_OPTIMIZERS` of one that is written in other letters, such as AdamW, or as transformers has it."""
+    lower = name.lower()
+    lower = _OF_TRANSFORMERS.get(lower, lower)
+    return lower if lower in _OPTIMIZERS else name
 
 
 def _find_optimizer(name: str) -> type[Optimizer]:

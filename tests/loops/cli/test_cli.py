@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import yaml
@@ -248,6 +249,16 @@ def test_the_directory_of_another_run_is_not_touched(run, tmp_path):
     assert status == 1
     assert "was run with beta=0.1, now it is 0.7" in said
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+STEPS = [{"prompt": "1+1=", "completions": ["2", "3"], "labels": [True, False]}] * 4
+
+
+@pytest.mark.parametrize(("recipe", "rows"), [("reward", PAIRS), ("prm", STEPS)])
+def test_the_console_shows_the_accuracy_of_models_that_judge(recipe, rows, run):
+    status, said = run(recipe, rows, "--steps", "1")
+    assert status == 0, said
+    assert re.search(r"step 1/1  loss [\d.]+  accuracy [\d.]+", said)
 
 
 def test_a_finished_run_resumed_with_more_steps_goes_on(run, tmp_path):

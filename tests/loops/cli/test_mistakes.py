@@ -17,6 +17,7 @@ import torch
 import transformers
 import yaml
 from burnish.loops.cli import main
+from burnish.loops.cli.arguments import without_switch
 from burnish.loops.config import Schedule
 from tiny import CHATML, make_model, save_model, sums, write_rows
 
@@ -456,3 +457,31 @@ def test_help_begins_with_the_fields_of_the_recipe_and_has_sections(capsys):
     places = [shown.index(title) for title in ("\ndpo:", "\ndata:", "\ntraining:", "\nmemory and precision:")]
     assert places == sorted(places)
     assert places[0] < shown.index("--ld_alpha") < places[1] < shown.index("--eval_data") < places[2]
+
+
+@pytest.mark.parametrize(("recipe", "needed"), [("dpo", ["model", "data", "output"]), ("grpo", ["model", "output"])])
+def test_help_marks_what_must_be_given_and_has_the_switches_of_every_recipe(recipe, needed, capsys):
+    with pytest.raises(SystemExit):
+        main([recipe, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for name in needed:
+        entry = re.search(rf" --{name} {name.upper()}.*?\((?:required|type)", shown)[0]
+        assert entry.endswith("(required"), entry
+    assert "(required, type: int" not in shown
+    assert "--dry_run check settings, data and model, and predict memory, without training" in shown
+    assert "--no_code refuse all code but burnish's own" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "left", "on"),
+    [
+        (["--dry_run", "--steps", "3"], ["--steps", "3"], True),
+        (["--dry-run", "true", "--steps", "3"], ["--steps", "3"], True),
+        (["--steps", "3", "--dry_run", "false"], ["--steps", "3"], False),
+        (["--dry_run=true", "--gpus", "80GB"], ["--gpus", "80GB"], True),
+        (["--output", "dry_run"], ["--output", "dry_run"], False),
+        (["dry_run"], ["dry_run"], False),
+    ],
+)
+def test_a_switch_may_be_followed_by_its_value(words, left, on):
+    assert without_switch(words, "dry_run") == (left, on)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from burnish.loops.cli.trl_rules import table
 from burnish.loops.config import Common
 from burnish.loops.models.policy import Policy
 from burnish.loops.train import optimizers
@@ -442,3 +443,35 @@ def bytes_per_parameter(module, optimizer):
     tensors += [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
     stored = {each.data_ptr(): each.numel() * each.element_size() for each in tensors}
     return sum(stored.values()) / sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("AdamW", "adamw"),
+        ("SGD", "sgd"),
+        ("Muon", "muon"),
+        ("adamw_torch_fused", "adamw"),
+        ("AdamW_Torch", "adamw"),
+        ("paged_adamw", "paged_adamw_32bit"),
+        ("adamw_bnb_8bit", "adamw_8bit"),
+    ],
+)
+def test_a_name_may_have_capitals_or_be_that_of_transformers(name, ours):
+    built, plain = (optimizers.make_optimizer(config(optimizer=each), model()) for each in (name, ours))
+    assert type(built) is type(plain)
+    assert built.defaults == plain.defaults
+
+
+def test_names_of_transformers_mean_what_they_mean_in_a_file_of_trl():
+    for theirs, ours in table()["optimizers"].items():
+        assert optimizers._OPTIMIZERS[optimizers.plain_name(theirs)] == optimizers._OPTIMIZERS[ours], theirs
+
+
+def test_a_class_keeps_its_own_arguments_whatever_its_name():
+    assert optimizers.make_optimizer(config(optimizer=torch.optim.AdamW), model()).defaults["fused"] is None
+
+
+def test_a_name_that_is_nearly_one_is_answered_with_it():
+    with pytest.raises(ValueError, match="no 'adafactr', did you mean 'adafactor'"):
+        optimizers.make_optimizer(config(optimizer="adafactr"), model())

@@ -75,12 +75,18 @@ def test_a_loss_of_the_working_directory_joins_a_mix_by_its_name(own, command, t
     assert line["careful"] > 0  # the policy has left its reference
 
 
+def test_a_missing_column_is_told_with_the_columns_that_rows_have(own, command):
+    status, said = command([{**pair, "ease": 0.5, "source": "a"} for pair in sums(4)], "--loss", f"{own}:hinged")
+    assert status == 1
+    assert "no column 'difficulty', which a loss reads; of columns of numbers, there are ease" in said
+
+
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
         ("{own}:hingd", "loss {own}:hingd: {own} has no 'hingd', did you mean 'hinged'?"),
         ("nowhere:hinged", "loss nowhere:hinged: no module 'nowhere' in"),
-        ("{own}:hinged", "data: no column 'difficulty', which a loss reads; there are prompt, "),
+        ("{own}:hinged", "data: no column 'difficulty', which a loss reads; of columns of numbers, there are none"),
         ("{own}:weights", "loss weights: wanted a function of tensors, got {{'a': 1}}"),
         ("{{'{own}:dpo': 1, dpo: 1}}", "loss: two are called dpo; rename your own"),
         ("{{'{own}:hinged': {{gapp: 1}}}}", "loss: hinged has no 'gapp'; it has gap"),
