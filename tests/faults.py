@@ -87,9 +87,9 @@ TESTS = {
         "rl/test_unscored.py::test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run",
         "rl/test_unscored.py::test_every_rank_is_told_why_the_run_ends"]),
     "a reward process that crashes or is out of time": ("its completion masked; the next call works", [
-        "rewards/test_sandbox.py::test_a_call_out_of_time_is_killed_and_the_next_one_works",
-        "rewards/test_sandbox.py::test_a_crash_is_an_error_and_the_next_call_works",
-        "rewards/test_sandbox.py::test_a_judge_masks_what_was_killed"]),
+        "rewards/test_isolation.py::test_a_call_out_of_time_is_killed_and_the_next_one_works",
+        "rewards/test_isolation.py::test_a_crash_is_an_error_and_the_next_call_works",
+        "rewards/test_isolation.py::test_a_judge_masks_what_was_killed"]),
     "a server that answers parts that disagree, or nonsense": (LINE, [
         "rollouts/vllm/test_client.py::TestAnswers::test_an_answer_whose_parts_disagree_is_an_error",
         "rollouts/vllm/test_client.py::TestAnswers::test_what_is_no_answer_is_an_error_that_shows_it"]),

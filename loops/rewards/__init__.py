@@ -19,7 +19,8 @@ score is a number, the higher the better; None where the function does not apply
 scoring      many functions at once, and their failures
 table        the scores of a rollout, what a step logs of them, and warnings about degenerate ones
 resolve      the names in a configuration
-sandbox      a process of its own
+isolation    a process of its own
+watchdog     a process that names a reward which stops the run
 math, text, length, reasoning_gym, reward_models   the rewards that are shipped
 """
 
@@ -30,7 +31,7 @@ from ...lazy import lazy_exports
 
 if TYPE_CHECKING:
     from .resolve import resolve_rewards as resolve_rewards
-    from .sandbox import isolated as isolated
+    from .isolation import isolated as isolated
     from .scoring import RewardFunction as RewardFunction, batched as batched
     from .scoring import check_columns as check_columns, refuse_broken as refuse_broken, score_samples as score_samples
     from .table import RewardMonitor as RewardMonitor, RewardTable as RewardTable, reward_metrics as reward_metrics

@@ -16,9 +16,9 @@ from typing import Any
 
 from ..config import RewardMix
 from ..redaction import resolved
-from ..registry import build, find
+from ..registry import build, find, nearest
 from ..rollouts.sample import Row, Sample
-from .sandbox import isolated
+from .isolation import isolated
 from .scoring import RewardFunction, adapted, check_signature, name_of
 
 SHIPPED = {
@@ -40,8 +40,10 @@ _ISOLATED = ("math", "cosine")  # sympy may take forever on a policy's expressio
 def resolve_rewards(spec: RewardMix, **given: Any) -> list[RewardFunction]:
     """The functions that a configuration names.
 
-    Settings of every reward are ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` (run in a process of its own;
-    true for math and cosine) and ``function`` (the reward, if the key is another name); others are its own.
+    Settings of every reward are ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` and ``function`` (the reward,
+    if the key is another name); others are its own. With ``isolate: true`` it runs in a process of its own, as math and
+    cosine do, or with a mapping of arguments of `isolated`, such as {memory: 8, jail: true}; with false it never does;
+    otherwise once a call has taken too long.
 
     Args:
         given: values that a reward may request by the name of a parameter, such as the policy's ``tokenizer``, and the
@@ -62,15 +64,30 @@ def resolve_rewards(spec: RewardMix, **given: Any) -> list[RewardFunction]:
         weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
         what = settings.pop("function", key)
         name = key.rpartition(":")[2] if isinstance(key, str) else name_of(key)
-        isolate = settings.pop("isolate", what in _ISOLATED)
-        reward = RewardFunction(name, _function(what, settings, given), weight, timeout)
-        reward.function = isolated(reward.function) if isolate else reward.function
+        isolate = settings.pop("isolate", what in _ISOLATED or None)
+        reward = RewardFunction(name, _function(what, settings, given), weight, timeout, isolate is None)
+        if isolate:
+            reward.function = _isolated(name, reward.function, isolate)
         if name in rewards:
             raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
         rewards[name] = reward
     if not any(reward.weight for reward in rewards.values()):
         raise ValueError("rewards: every weight is 0, so nothing would be learned; give one above 0")
     return list(rewards.values())
+
+
+def _isolated(name: str, function: Any, how: Any) -> isolated:
+    """The function in processes of its own; ``how`` is true, or has arguments of `isolated`."""
+    if how is True:
+        return isolated(function)
+    known = [each for each in inspect.signature(isolated).parameters if each != "function"]
+    if not isinstance(how, Mapping):
+        wanted = f"true, false, or a mapping of {', '.join(known)}"
+        raise ValueError(f"reward {name}: isolate: wanted {wanted}, got {how!r}")
+    for each in how:
+        if each not in known:
+            raise ValueError(nearest(f"reward {name}: isolate has no setting", each, known))
+    return isolated(function, **how)
 
 
 def environment_reward(row: Row, sample: Sample) -> float | None:

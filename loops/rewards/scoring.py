@@ -26,8 +26,10 @@ import dis
 import inspect
 import logging
 import math
+import os
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -36,12 +38,17 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from ..registry import nearest
-from ..rollouts.event_loops import off_loop, watched
+from ..rollouts.event_loops import MOST_ABANDONED, off_loop, refuse_abandoned, watched
 from ..rollouts.sample import Row, Sample, copied, plain
+from .isolation import isolated
+from .watchdog import watchdog
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+CONCURRENCY = 32
+"""Calls of a function that run at the same time, unless it has an attribute of this name."""
 
 _PACKAGE = f"{__name__.partition('.')[0]}.loops."
 _OF_TRL = {"prompts", "completions", "completion_ids"}  # parameters that tell a function written for TRL
@@ -52,8 +59,7 @@ ADVICE = {
     "infinite": "return numbers that float32 can hold; clip them where they may grow",
     "not a number": "return one number per completion, or None: a float, an int, a bool, or a tensor of one element",
     "wrong length": "a batched function returns one entry per completion, in their order",
-    "timeout": "raise its timeout; or have it run in a process of its own, which can be killed (`isolated`, or "
-    "isolate: true): a plain function runs on in a thread that nothing stops",
+    "timeout": "raise its timeout, or make the function faster",
     "error": "the function should return None for a completion that it does not apply to",
 }
 
@@ -77,6 +83,7 @@ class RewardFunction:
         function: in one of our forms, or of text or TRL, see `adapted`.
         weight: weight of its score in the sum; at 0 it is only measured.
         timeout: seconds that one call may take; a batched function has one call for all its completions.
+        isolate: whether it moves to processes of its own once a call has taken too long.
         reported: the first failure of each kind, as logged.
     """
 
@@ -84,6 +91,7 @@ class RewardFunction:
     function: Callable[..., Any]
     weight: float = 1.0
     timeout: float = 30.0
+    isolate: bool = True
     reported: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _gates: "WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]" = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
@@ -190,6 +198,7 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
     Raises:
         ValueError: if two functions have the same name, or one stored a value in ``sample.info`` that can't be saved.
     """
+    refuse_abandoned()
     names = [reward.name for reward in rewards]
     if len(set(names)) < len(names):
         raise ValueError(f"score: rewards must have different names, got {', '.join(names)}")
@@ -384,18 +393,18 @@ async def _call_trl(
 
 async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:
     """Call a function once, write the scores, and log the first failure of each kind; further ones are counted."""
-    free = asyncio.Semaphore(getattr(reward.function, "concurrency", 32))
-    gate = reward._gates.setdefault(asyncio.get_running_loop(), free)
     own_rows = [copied(row) for row in rows]
     own_samples = [sample.copy() for sample in samples]
     arguments: Any = (own_rows[0], own_samples[0]) if single else (own_rows, own_samples)
     values: Sequence[Any] = []
     failure = detail = ""
     try:
-        async with gate:  # waiting here does not count as the call's time
-            values = await within(reward.timeout, _returned(reward.function, arguments, single))
+        async with _turn(reward) as function:  # waiting for it does not count as the call's time
+            with _watched_over(reward):
+                values = await within(reward.timeout, _returned(function, arguments, single))
     except OutOfTime as late:
         failure, detail = "timeout", str(late)
+        _isolate(reward)
     except _WrongLength as error:
         failure, detail = "wrong length", str(error)
     except Exception as error:
@@ -412,6 +421,59 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
                 "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
                 *(reward.name, sample.index, sample.task, score, reward.reported[score], masks, ADVICE[score]),
             )
+
+
+@asynccontextmanager
+async def _turn(reward: RewardFunction) -> AsyncIterator[Callable[..., Any]]:
+    """Wait until a further call of the function may begin, and in which process, if it has some of its own."""
+    while True:
+        function = reward.function
+        free = asyncio.Semaphore(getattr(function, "concurrency", CONCURRENCY))
+        async with reward._gates.setdefault(asyncio.get_running_loop(), free):
+            if reward.function is not function:  # it was isolated while this call waited
+                continue
+            if isinstance(function, isolated):
+                await function.start()  # its imports take none of the call's time
+            yield function
+            return
+
+
+def _watched_over(reward: RewardFunction) -> AbstractContextManager[None]:
+    """The watchdog over a call in this process of a function that is not burnish's own."""
+    function = _users(reward.function)
+    if isinstance(function, isolated) or is_async(function) or _is_ours(function):
+        return nullcontext()
+    return watchdog.calling(reward.name, reward.timeout)
+
+
+def _isolate(reward: RewardFunction) -> None:
+    """Have a function whose call has taken too long called in processes of its own, which can be killed."""
+    function = _users(reward.function)
+    if not reward.isolate or isinstance(function, isolated) or is_async(function):
+        return
+    reward.isolate = False  # it is tried once
+    some = min(getattr(reward.function, "concurrency", CONCURRENCY), os.cpu_count() or 1, 4)
+    try:
+        # It has run in this process, so it has seen all of the environment, and could take all of the memory.
+        reward.function = isolated(reward.function, processes=some, memory=16.0, environment=tuple(os.environ))
+    except ValueError as error:
+        log.warning("reward %s: it is still called in threads of this process: %s", reward.name, error)
+        return
+    reward._gates.clear()
+    log.warning(
+        "reward %s: a call has taken longer than %g s, so from now on it is called in %d processes of its own, which "
+        "are killed when their time is up; what it keeps in global variables begins anew there. Set isolate: true "
+        "to begin so, or isolate: false to stay with threads, of which at most %d may be stuck",
+        *(reward.name, reward.timeout, some, MOST_ABANDONED),
+    )
+
+
+def _users(function: Any) -> Any:
+    """The user's own function within those that `adapted` and `batched` make of it."""
+    while isinstance(function, partial):
+        ours = str(getattr(function.func, "__module__", "")).startswith(_PACKAGE)
+        function = function.args[0] if ours and function.args else function.func
+    return function
 
 
 async def _returned(function: Callable[..., Any], arguments: Any, single: bool) -> list[Any]:

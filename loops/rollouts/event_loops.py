@@ -8,9 +8,11 @@ import threading
 import time
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -180,11 +182,35 @@ async def off_loop(function: Callable[[], T]) -> T:
         calls = SimpleQueue()
         threading.Thread(target=_work, args=(calls,), daemon=True, name="burnish-call").start()
     calls.put((function, outcome))
-    succeeded, value = await asyncio.wrap_future(outcome)
+    try:
+        succeeded, value = await asyncio.wrap_future(outcome)
+    except asyncio.CancelledError:
+        _abandoned[outcome] = _name_of(function)
+        outcome.add_done_callback(lambda outcome: _abandoned.pop(outcome, None))  # it has ended after all
+        raise
     if not succeeded:
         raise value
     result: T = value
     return result
+
+
+def refuse_abandoned() -> None:
+    """Raise RuntimeError if more calls than `MOST_ABANDONED` run on in threads although nobody waits for them."""
+    stuck = Counter(list(_abandoned.values()))
+    if stuck.total() > MOST_ABANDONED:
+        names = ", ".join(f"{count} of {name}" for name, count in stuck.most_common(3))
+        raise RuntimeError(
+            f"{stuck.total()} calls have run out of time and still run, each in a thread that nothing can stop: "
+            f"{names}. The run ends before the machine has no more threads or memory for it. Give what they wait for a "
+            "time limit of its own, or have a reward run in a process, which can be killed: isolate: true"
+        )
+
+
+def _name_of(function: Any) -> str:
+    """The name of what a call runs, which may be wrapped in `functools.partial`."""
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
 def _work(calls: SimpleQueue[Any]) -> None:
@@ -199,5 +225,9 @@ def _work(calls: SimpleQueue[Any]) -> None:
         del function, outcome, result
 
 
+MOST_ABANDONED = 64
+"""Calls out of time that may still run in threads before a run ends."""
+
+_abandoned: dict[Future[Any], str] = {}  # names of the functions that are called
 _idle: list[SimpleQueue[Any]] = []  # the queues of idle threads
 os.register_at_fork(after_in_child=_idle.clear)  # threads don't survive a fork
