@@ -12,9 +12,10 @@
 
 and in the configuration: ``rewards: {my_rewards:right: 1.0, my_rewards:Short: {weight: 0.1, longest: 50}}``. Parameters
 are passed by name: ``completion`` is the text, and others are columns of the data; or as ``(row, sample)`` by position,
-where `Sample` has tokens, text and the reason it ended. A function of TRL, ``(completions, **columns)``, works too. The
-score is a number, the higher the better; None where the function does not apply. A call that raises, exceeds its
-``timeout``, or returns anything else masks the completion; a first rollout of nothing but errors ends the run.
+where `Sample` has tokens, text and the reason it ended; both are copies. A function of TRL, ``(completions,
+**columns)``, works too. The score is a number, the higher the better; None where the function does not apply. A call
+that raises, exceeds its ``timeout``, or returns anything else masks the completion; a first rollout of nothing but
+failures, or without any score, ends the run. See docs/rewards-and-environments.md.
 
 scoring      many functions at once, and their failures
 table        the scores of a rollout, what a step logs of them, and warnings about degenerate ones

@@ -65,7 +65,8 @@ class VLLM(Settings):
     timeout: PositiveFloat = 600.0
     """Seconds that one completion may take, before it is requested again."""
     attempts: PositiveInt = 8
-    """How often completions, or new weights, are tried; each failure is logged, and the last one ends the run."""
+    """How often a completion, or new weights, are tried before the run ends. A refusal does not count if the server has
+    completed others since the one before."""
     concurrency: PositiveInt = 64
     """Completions that a server works on at once."""
     patience: PositiveFloat = 1200.0
