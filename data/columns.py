@@ -312,7 +312,11 @@ def _message(record: Any, at: str) -> Message:
     if calls:
         _require_type(f"'tool_calls' of {at}", calls, list, "a list")
         message |= {"content": content or "", "tool_calls": [_tool_call(call, at) for call in calls]}
-    for name in {"train", "weight"} & message.keys():
+    given = [name for name in ("train", "weight") if name in message]
+    if len(given) == 2 and message["train"] != message["weight"]:
+        problem = f"'train' of {at} is {message['train']!r} and its 'weight' {message['weight']!r}"
+        raise BadRow("bad train", f"{problem}, which mean the same; remove one of them")
+    for name in given:
         train = message.pop(name)
         if train not in (0, 1) or (train and role != ASSISTANT):
             wanted = "true or false (1 or 0)" if role == ASSISTANT else f"none, as only the {ASSISTANT} is trained"

@@ -10,6 +10,7 @@ the step. Each part is encoded by its own layout.
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -22,6 +23,8 @@ from datasets import Dataset, DatasetDict, IterableDatasetDict
 from .batches import permutation
 from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
 from .records import Data, DataError, Records, is_text, load, parse_name
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,18 @@ def load_data(
         held_out = [replace(part, **{"weight": 1.0, "fraction": None, **eval_data}) for part in parts]
     else:
         held_out = [] if eval_data is None else named_parts(eval_data)
-    return [] if streaming else _weighted(parts, seed), _weighted(held_out, seed)
+    train, rest = [] if streaming else _weighted(parts, seed), _weighted(held_out, seed)
+    _warn_of_shared(train, rest)
+    return train, rest
+
+
+def _warn_of_shared(train: Sequence[Records], held_out: Sequence[Records]) -> None:
+    """Say how many held-out rows are trained on as well; what is measured on them is no measure of anything new."""
+    if not (train and held_out):
+        return
+    trained, measured = (np.concatenate([_hashes(part.dataset, 0) for part in parts]) for parts in (train, held_out))
+    if shared := int(np.isin(measured, trained).sum()):
+        log.warning("eval_data: %d of its %d rows are also trained on; name others", shared, len(measured))
 
 
 def concatenated(parts: Sequence[Records]) -> Dataset:

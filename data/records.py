@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,10 @@ import numpy.typing as npt
 from datasets import Dataset, DatasetDict, Features, IterableDataset, IterableDatasetDict, Value
 from datasets.table import CastError
 
+from .as_written import as_written, changed_columns, rows_of
 from .columns import TEXT_COLUMNS
+
+log = logging.getLogger(__name__)
 
 READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
 READERS |= {".parquet": "parquet", ".arrow": "arrow"}
@@ -108,6 +112,12 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
         raise DataError(
             f"{records.source}: Dataset.with_transform changes rows as they are read; use Dataset.map instead"
         )
+    if records.dataset.info.builder_name == "json" and (changed := changed_columns(records.dataset, of_file=True)):
+        names = ", ".join(changed)
+        log.warning(
+            "%s: texts of %s are read as times or numbers, and are so for rewards; "
+            "name each file as a part to have them as text", records.source, names
+        )  # fmt: skip
     return replace(records, dataset=records.dataset.with_format(None))
 
 
@@ -145,8 +155,17 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
             dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
         except Exception as error:  # the readers raise any error of their parsers
             raise DataError(_diagnose(file, reader, error)) from error
+    if reader == "json" and file.exists() and not streamed and changed_columns(dataset, of_file=True):
+        dataset = _with_texts(file, split)
     # Of a part of a file we don't know the first line.
     return Records(dataset, file.name, file if reader == "json" and split == "train" and file.exists() else None)
+
+
+def _with_texts(file: Path, split: str) -> Dataset:
+    """The split, in which texts that were read as times or numbers are text."""
+    with quiet():
+        every = datasets.load_dataset("json", data_files=str(file), split="train", encoding="utf-8-sig")
+    return _split_of(as_written(every, list(rows_of(file)), of_file=True), split, file.name)  # type: ignore[no-any-return]
 
 
 def _reader(file: Path) -> str | None:
@@ -219,7 +238,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     # from_list would keep the columns of the first row only.
     columns = list(dict.fromkeys(name for row in rows for name in row))
     try:
-        return Dataset.from_list([{name: row.get(name) for name in columns} for row in rows], on_mixed_types="use_json")
+        complete = [{name: row.get(name) for name in columns} for row in rows]
+        return as_written(Dataset.from_list(complete, on_mixed_types="use_json"), complete, of_file=False)
     except Exception as error:
         raise DataError(f"records: the rows don't fit into one table: {_root(error)}") from error
 
@@ -238,7 +258,8 @@ def _csv_options(path: Path) -> dict[str, Any]:
     """
     with _open(path, "rt", newline="", encoding="utf-8-sig", errors="replace") as file:
         first = file.readline()
-        separator = next((each for each in ",;\t" if each in first), ",")
+        likely = "\t,;" if ".tsv" in path.suffixes else ",;\t"
+        separator = next((each for each in likely if each in first), ",")
         file.seek(0)
         rows = csv.reader(file, delimiter=separator)
         header, cells = next(rows, []), next(rows, [])

@@ -306,6 +306,16 @@ def test_two_system_messages_of_one_row_are_refused_unless_they_agree() -> None:
         read_row({**record, "system_prompt": "Be brief."}, ("messages",))
 
 
+def test_train_and_weight_of_a_message_agree() -> None:
+    both = {**ANSWER, "train": False, "weight": 0}
+    row = read_row({"messages": [USER, both, USER, ANSWER]}, ("messages",))
+    assert row.completions[0][1] == {**ANSWER, "train": False}
+    with pytest.raises(
+        BadRow, match="'train' of 'messages' message 2 is False and its 'weight' 1, which mean the same"
+    ):
+        read_row({"messages": [USER, {**both, "weight": 1}]}, ("messages",))
+
+
 def test_content_in_parts_of_text_is_joined() -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "it?"}]
     row = read_row({"messages": [{"role": "user", "content": parts}, ANSWER]}, ("messages",))

@@ -184,6 +184,17 @@ def test_a_prompt_shows_its_system_message_to_rewards_and_environments(write) ->
     assert part.dataset["prompt"][:] == [[COUNT, USER], [OWN, USER], [USER]]
 
 
+def test_rows_that_are_both_trained_on_and_held_out_are_counted(write, caplog) -> None:
+    rows = [{"prompt": f"{n}", "completion": "x"} for n in range(4)]
+    train, other = write("train", rows), write("other", [*rows[:2], {"prompt": "9", "completion": "x"}])
+    load_data(train, other)
+    assert "eval_data: 2 of its 3 rows are also trained on; name others" in caplog.text
+    caplog.clear()
+    load_data(train, write("new", [{"prompt": "8", "completion": "x"}]))
+    load_data(train, 0.5)
+    assert caplog.text == ""
+
+
 def test_a_weight_is_how_many_times_the_rows_are_taken(write) -> None:
     a, b = write("a", 10), write("b", 4)
     mixed, _ = load_data({a: 0.5, b: 2.5}, seed=1)
