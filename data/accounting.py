@@ -91,10 +91,12 @@ class Accounting:
         if self.own_system:
             lines.append(f"  {self.own_system:,} that keep a system message of their own, instead of system_prompt")
         if self.contradictory:
-            lines += [f"  {self.contradictory:,} that another row contradicts: the same answers judged the other way"]
+            lines += [
+                f"  {self.contradictory:,} contradictory: another row has the same completions with the opposite label"
+            ]
         if self.labels:
             lines.append("  " + ", ".join(f"{count:,} {label}" for label, count in self.labels.items()))
-            lines[-1] += "" if all(self.labels.values()) else ": there is nothing of one kind to learn from"
+            lines[-1] += "" if all(self.labels.values()) else ": one class is empty"
         if self.unused:
             lines.append(f"  unused columns: {', '.join(self.unused)}")
         if "system" in self.unused:

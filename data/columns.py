@@ -26,10 +26,10 @@ SOLUTION = ("prompt", "completions")  # steps without labels
 ANNOTATIONS = ("label", "labels", "score", "ranks")
 RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
     (PREFERENCE[1], "preference pairs, for a recipe such as dpo or kto, or reward with --loss bradley_terry"),
-    (UNPAIRED[0], "answers with labels, for a recipe such as kto"),
+    (UNPAIRED[0], "completions with labels, for a recipe such as kto"),
     (STEPWISE[0], "steps with labels, for a recipe such as prm"),
-    (SCORES[0], "answers with scores, for reward with --loss score_regression"),
-    (RANKING[0], "ranked answers, for reward with --loss plackett_luce"),
+    (SCORES[0], "completions with scores, for reward with --loss score_regression"),
+    (RANKING[0], "ranked completions, for reward with --loss plackett_luce"),
     *((layout, "demonstrations, for a recipe such as sft") for layout in SUPERVISED),
 )
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
@@ -258,7 +258,7 @@ def _annotation(value: Any, name: str, count: int) -> Any:
         raise BadRow(kind, f"{counts}; give each {unit} one, or remove the row")
     if name == "ranks":
         if not all(type(rank) in (int, float) for rank in value) or sorted(value) != list(range(count)) or count < 2:
-            wanted = "wanted each of 0 (best), 1, ... once, for at least two answers"
+            wanted = "wanted each of 0 (best), 1, ... once, for at least two completions"
             raise BadRow(kind, f"'ranks' is {value}, {wanted}; break ties, number them so, or remove the row")
         return [int(rank) for rank in value]  # where one row has a fraction, Arrow makes floats of all
     for number, label in enumerate(value, 1):

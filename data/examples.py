@@ -146,7 +146,7 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Encod
     if not all(completions):
         raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
     if _repeats(completions):
-        raise BadRow("identical", "two answers have the same tokens, so neither is preferred; remove the row")
+        raise BadRow("identical", "two completions have the same tokens, so neither is preferred; remove the row")
     full = Example(prompt, completions, masks)
     ends = set().union(*map(encoder.end_tokens, completions, masks))
     excess = limit.excess(full)
@@ -271,7 +271,7 @@ def _cut(full: Example, excess: int, limit: Tokenization) -> Example:
 
 
 def _identical_after_truncation(limit: Tokenization) -> BadRow:
-    problem = f"two answers differ only beyond max_length={limit.max_length}, so neither is preferred"
+    problem = f"two completions differ only beyond max_length={limit.max_length}, so neither is preferred"
     return BadRow("identical after truncation", f"{problem}; raise max_length or remove the row")
 
 

@@ -1,4 +1,4 @@
-"""What a call is computed with, its backend and its precision; and checks of its arguments.
+"""Choose the backend and the precision of a call, and check its arguments.
 
 The backends are torch alone, torch with Triton kernels between its matrix products, and the definition. The precision
 policy is that of README.md: the dtypes that factors are rounded to and that products are summed in.

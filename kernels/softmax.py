@@ -35,7 +35,7 @@ from .backend import accumulation_dtype
 
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
-IMPOSSIBLE = -1e20  # what is below this was NEVER, divided by a temperature
+IMPOSSIBLE = -1e20  # logits below this were masked
 # Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a tenth of a second.
 COMPILE_FROM = 2**26
 T = TypeVar("T")

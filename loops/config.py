@@ -383,8 +383,8 @@ class Common(Settings):
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep; the one before serves if the newest is damaged."""
     keep_best: str | None = None
-    """Keep the checkpoint with the lowest value of a metric of `eval_data` as well, such as eval/loss; with max:
-    before it, as in max:eval/reward, the highest. Each evaluation that is the best so far saves one."""
+    """Also keep the checkpoint with the lowest value of a metric of `eval_data`, such as eval/loss; max: before it asks
+    for the highest, as in max:eval/reward. Every new best is saved."""
     resume: bool = False
     """Continue from the newest whole checkpoint in `output`, with the same final weights as an uninterrupted run."""
     report_to: str | list[str] | None = None
@@ -484,7 +484,7 @@ class Referenced(Settings):
     one pass over the data before training, cached in the run directory; the loss kto can't precompute them, its
     mismatched completions change."""
     ref_model: str | None = None
-    """Name or directory of another model as the reference, with the same tokenizer; null is the policy at the start."""
+    """Name or directory of another model as the reference, with the same tokenizer; null: the initial policy."""
     ref_model_sync_steps: PositiveInt | None = None
     """Steps between updates of a copied reference from the policy (TR-DPO: Gorbatovski et al. 2024, arXiv:2404.09656);
     null never updates it."""

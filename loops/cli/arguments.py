@@ -55,7 +55,7 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
         except argparse.ArgumentError as error:
             unclear = str(error)
     if parsed is None or parsed.get("output", "") is None:
-        fresh = _parser(name, config_class, documented=False)  # one that has failed still means to print
+        fresh = _parser(name, config_class, documented=False)  # a failed parser keeps its print flag
         others = [text for name, text in _mistakes(fresh, translated, left) if name not in translation.refused]
         mistakes = [*translation.refused.values(), *others] or [unclear]
         parser.exit(2, f"{parser.prog}: {several(mistakes)}\n{parser.prog} --help lists its fields\n")

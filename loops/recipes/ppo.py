@@ -69,7 +69,7 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
     device = next(model.parameters()).device
     if config.value_model is not None:
         if sharding:
-            log.warning("value_model: tried out before it is sharded, so every rank reads all of it")
+            log.warning("value_model: probed before sharding, so each rank loads the whole model")
         return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
     plain: Any = getattr(model, "get_base_model", lambda: model)()
     width = plain.config.get_text_config().hidden_size

@@ -56,7 +56,7 @@ def reward_scores(
 
 
 def encoder(config: Reward) -> tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]:
-    """What encodes the data, and the columns of it that the loss reads."""
+    """Encoder for the loss's data layout, and the extra columns that the loss reads."""
     return _DATA[config.loss] if config.margin is None else (partial(_with_margin, column=config.margin), ("margin",))
 
 

@@ -14,8 +14,8 @@ completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may
     a word         a key of `ADVICE`: it failed, so the score is unknown and the completion is masked, whatever the
                    other functions give
 
-A masked completion is not trained on, and is in no mean and no standard deviation of its group; so is one that no
-function applies to. A function of weight 0 masks nothing. Missing scores are counted by their reason, and are never 0.
+Masked completions, and completions to which no function applies, are excluded from training and from the statistics
+of their group. A function of weight 0 masks nothing. Missing scores are counted by their reason, and are never 0.
 
 Functions get copies of rows and samples, so that nothing that they change is trained on. What they store in
 ``sample.info`` is kept.

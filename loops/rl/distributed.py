@@ -133,7 +133,7 @@ class DistributedSource:
         return samples
 
     async def _outcome(self, rank: int, request: Request | None) -> Any:
-        """A rank's reply to a request. None stops it, and is its last one, so that no message is left in transit."""
+        """Send a request and await the reply of the rank; None asks the rank to stop, and is its last request."""
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
         self._unsent[rank].append((number, request))
         self._awaited[rank][number] = outcome

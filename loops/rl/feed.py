@@ -88,7 +88,9 @@ class RolloutFeed:
     def plan(self, step: int) -> list[list[int]]:
         """The prompts of each micro-batch of a step on the rollout at hand, as indices into the data."""
         assert self.rollout is not None
-        tasks = {id(sample.prompt): sample.task for sample in self.rollout.samples}  # an example has a sample's own
+        tasks = {
+            id(sample.prompt): sample.task for sample in self.rollout.samples
+        }  # examples share the sample's prompt list
         return [[self.context.order(tasks[id(each.prompt)]) for each in batch.examples] for batch in self(step)]
 
     def observe(self, metrics: Mapping[str, float]) -> None:
@@ -159,7 +161,7 @@ class RolloutFeed:
         if not self.dynamic_sampling:
             return kept, {}
         metrics = {"groups_passed_over": float(len(sampled) - len(kept))}
-        # The mean of all samples: that of the groups that vary stays near the middle and shows no learning.
+        # The mean over all samples: over varied groups alone it stays near 0.5 and hides progress.
         reward = float(score(rewards, samples).measured_total.nanmean())
         return kept, metrics if math.isnan(reward) else {**metrics, "reward/sampled": reward}
 

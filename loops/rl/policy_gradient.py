@@ -60,13 +60,13 @@ def policy_losses(
     *,
     kl_loss: Callable[..., Any] | None = None,
 ) -> dict[str, Term]:
-    """The losses of this configuration, those with an advantage times the correction, if there is one.
+    """Build the configured losses; losses with an advantage are multiplied by the correction, if one is set.
 
     Args:
         default: the loss, unless the configuration names another.
         loss_kwargs: its hyper-parameters, unless the configuration has others.
         weigh: weighting of losses of tokens.
-        kl_loss: the estimate of the divergence from the reference that is one of the losses, if it is one.
+        kl_loss: KL estimator to add as a loss; None adds none.
 
     Raises:
         ValueError: if settings contradict each other.

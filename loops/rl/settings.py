@@ -236,9 +236,9 @@ class PolicyGradientConfig(OnlineConfig):
     correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mis", "sequence_mask", "geometric_mask"] = (
         "none"
     )
-    """Weight by how far trainer and sampler are apart, not with old_logprobs sampled: their ratio, clamped to bounds
-    (tis) or 0 outside of them (icepop, mis), or a mask, 1 within them; of a token (tis, icepop), of its completion
-    (sequence), or the geometric mean of that."""
+    """Importance correction for the mismatch of trainer and sampler: clamp their ratio to bounds (tis), set it to 0
+    outside the bounds (icepop, sequence_mis), or use a mask that is 1 within them. The ratio is that of a token (tis,
+    icepop), of a completion (sequence), or the geometric mean over a completion. Needs old_logprobs: recomputed."""
     correction_low: NonNegativeFloat | None = None
     """Lower bound of that ratio; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None

@@ -61,7 +61,7 @@ def check_completions(
 
 
 def check_weights(weights: NamedWeights, model: nn.Module, who: str) -> NamedWeights:
-    """Yield the same weights, all of which must be of this model; tied ones may come once.
+    """Yield the weights unchanged; raise if one is not the model's. Tied weights may appear once.
 
     Raises:
         SourceError: if one is not the model's, or in the end if one is missing.

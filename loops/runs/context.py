@@ -227,7 +227,7 @@ def open_run(
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
         wrap: makes a `Policy` or a `Scorer` of the model; a policy by default. If there are ranks to shard it over,
             ``wrap(model, mesh=..., param_dtype=...)``.
-        records: to train on, and held out: what `load_data` gives for the configuration.
+        records: training and held-out records, as `load_data` returns them.
         load_weights: loads the model; a causal language model by default.
         accelerator: the one of a run that is already open.
 

@@ -24,7 +24,7 @@ Reference = Callable[[Batch], Tensor]
 
 
 def beside(policy: Policy, model: nn.Module, config: Any) -> Policy:
-    """Freeze another model, where the policy is: on its device, or in shards as it is."""
+    """Wrap another model as a frozen `Policy` on the policy's device, sharded as the policy is."""
     model = model.requires_grad_(False)
     model = model if policy.mesh else model.to(policy.device)
     return Policy(model, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype).eval()

@@ -51,17 +51,17 @@ def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
             SUPERVISED,
             "these are preference pairs, for a recipe such as dpo or kto, or reward with",
         ),
-        (["prompt", "completion", "label"], PREFERENCE, "these are answers with labels, for a recipe such as kto"),
+        (["prompt", "completion", "label"], PREFERENCE, "these are completions with labels, for a recipe such as kto"),
         (["prompt", "completions", "labels"], PREFERENCE, "these are steps with labels, for a recipe such as prm"),
         (
             ["prompt", "completion", "score"],
             STEPWISE,
-            "these are answers with scores, for reward with --loss score_regression",
+            "these are completions with scores, for reward with --loss score_regression",
         ),
         (
             ["prompt", "completions", "ranks"],
             STEPWISE,
-            "these are ranked answers, for reward with --loss plackett_luce",
+            "these are ranked completions, for reward with --loss plackett_luce",
         ),
         (["prompt", "completion", "lable"], UNPAIRED, "for a recipe such as sft; should 'lable' be 'label'?"),
         (

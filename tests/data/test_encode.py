@@ -331,7 +331,7 @@ def test_pairs_that_are_there_both_ways_are_counted(byte_tokenizer) -> None:
     assert encode_preference(rows, byte_tokenizer())[1].contradictory == 0
     accounting = encode_preference([*rows, swapped], byte_tokenizer())[1]
     assert accounting.contradictory == 3
-    assert "3 that another row contradicts: the same answers judged the other way" in str(accounting)
+    assert "3 contradictory: another row has the same completions with the opposite label" in str(accounting)
 
 
 def test_prompts_that_give_up_tokens_are_counted(byte_tokenizer) -> None:

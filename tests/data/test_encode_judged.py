@@ -116,7 +116,7 @@ def test_desirable_and_undesirable_answers_are_counted(byte_tokenizer) -> None:
 def test_feedback_of_one_kind_is_kept_and_said(label, byte_tokenizer) -> None:
     dataset, accounting = encode_unpaired([{"prompt": "p", "completion": "a", "label": label}], byte_tokenizer())
     assert len(dataset) == 1
-    assert str(accounting).endswith("undesirable: there is nothing of one kind to learn from")
+    assert str(accounting).endswith("undesirable: one class is empty")
 
 
 def test_a_pair_as_feedback_is_one_row_and_two_examples_or_none(byte_tokenizer) -> None:
@@ -145,7 +145,7 @@ def test_feedback_that_contradicts_itself_is_counted(prompt, a, b, c, byte_token
     assert encode_unpaired(rows + elsewhere, byte_tokenizer())[1].contradictory == 3
     accounting = encode_unpaired(rows + elsewhere + disagrees, byte_tokenizer())[1]
     assert accounting.contradictory == 5
-    assert "5 that another row contradicts: the same answers judged the other way" in str(accounting)
+    assert "5 contradictory: another row has the same completions with the opposite label" in str(accounting)
 
 
 @pytest.mark.parametrize("implicit", [False, True])

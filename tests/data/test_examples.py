@@ -170,14 +170,14 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
             ParsedRow("pp", ("aaab", "aaac")),
             Tokenization(5, "keep_start"),
             "identical after truncation",
-            "two answers differ only beyond max_length=5, so neither is preferred; raise max_length",
+            "two completions differ only beyond max_length=5, so neither is preferred; raise max_length",
         ),
         (ParsedRow("", ("<eos>", "<eos>x")), ANYTHING, "empty", "an answer has no tokens of its own"),
         (
             ParsedRow("pp", ("a", "a<eos>")),
             ANYTHING,
             "identical",
-            "two answers have the same tokens, so neither is preferred; remove the row",
+            "two completions have the same tokens, so neither is preferred; remove the row",
         ),
     ],
 )
@@ -218,9 +218,9 @@ def test_every_answer_of_a_ranking_continues_the_prompt_and_is_trained(encoder) 
     )
     assert text(encoder, found.example) == ("pp", [("a<eos>", "a<eos>"), ("bb", "bb"), ("c<eos>", "c<eos>")])
     assert (found.truncated, found.annotation) == (True, [2, 0, 1])
-    with pytest.raises(BadRow, match="two answers have the same tokens"):
+    with pytest.raises(BadRow, match="two completions have the same tokens"):
         completed(ParsedRow("pp", ("a", "b", "a"), annotation=[2, 0, 1]), encoder, limit=ANYTHING)
-    with pytest.raises(BadRow, match="two answers differ only beyond max_length=4"):
+    with pytest.raises(BadRow, match="two completions differ only beyond max_length=4"):
         completed(
             ParsedRow("pp", ("a", "bbc", "bbd"), annotation=[2, 0, 1]), encoder, limit=Tokenization(4, "keep_start")
         )
@@ -234,7 +234,7 @@ def test_a_pair_is_a_desirable_and_an_undesirable_answer(encoder) -> None:
         ("pp", [("aaaa<eos>", "aaaa<eos>")]),
         ("pppp", [("c<eos>", "c<eos>")]),
     ]
-    with pytest.raises(BadRow, match="two answers differ only beyond max_length=5") as caught:
+    with pytest.raises(BadRow, match="two completions differ only beyond max_length=5") as caught:
         unpaired(ParsedRow("pp", ("aaab", "aaac")), encoder, limit=Tokenization(5, "keep_start"))
     assert caught.value.kind == "identical after truncation"
 

@@ -2,7 +2,7 @@
 
 ContinuousBatch    every sequence has a row of the cache; sequences join and leave between two tokens
 StaticBatch        sequences of one prompt at a time, with the cache that the model makes itself, or none: for
-                   recurrences and windows, which count what they have seen in ways of their own
+                   recurrent and sliding-window models, whose caches track positions themselves
 
     admit           count the sequences that may join now
     join            read all but the last token of these, or their prompts

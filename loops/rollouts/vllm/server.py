@@ -309,7 +309,7 @@ class VLLMServers:
         self._home.clear()  # the caches of prompts are empty
 
     async def version(self) -> int | None:
-        """That of the servers that are up; where none is, wait for the first that comes back."""
+        """Version of the live servers; if none is up, wait for the first that comes back."""
         up = await self._up()
         asked = {asyncio.create_task(server.version()): server for server in up or self.servers}
         try:

@@ -90,7 +90,7 @@ def train(tmp_path_factory):
                 del fields["rewards"], fields["prompts_per_rollout"]
         for status, printed in run_forked(ranks, "spread", runs):
             assert status == 0, printed[-3000:]
-            assert printed.count("value_model: tried out before it is sharded, so every rank reads") == sharded.count(
+            assert printed.count("value_model: probed before sharding, so each rank loads") == sharded.count(
                 "ppo with a critic"
             )
         return place
