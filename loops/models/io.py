@@ -155,7 +155,9 @@ def load_model(
     else:
         model = _read_from_files(config, auto, task, options)
     without_randomness(model)
-    if config.dtype != "float64":
+    if config.dtype == "float64":
+        _compute_each_expert(model)
+    else:
         # `save_model` rounds to it.
         model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored_dtype
     if config.gradient_checkpointing:
@@ -213,6 +215,13 @@ def _prepare_loaded(config: Common, model: Any, *, quantized: bool) -> None:
         _convert_and_say(model, _weights_dtype(config))
     if config.attention is not None:
         model.set_attn_implementation(config.attention)
+
+
+def _compute_each_expert(model: Any) -> None:
+    """Have a mixture of experts compute one expert after the other: torch's grouped product takes no float64."""
+    configured = getattr(model.config, "_experts_implementation", None)
+    if configured == "grouped_mm":
+        model.set_experts_implementation("eager")
 
 
 def _read_from_files(config: Common, auto: Any, task: str, options: Mapping[str, Any]) -> Any:

@@ -87,3 +87,24 @@ def test_a_reward_model_has_the_sizes_and_buffers_of_the_language_model(kind, tm
         expected, found = dict(expected), dict(found or scorer.plain.model.named_buffers())
         assert expected.keys() == found.keys()
         assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("where", ["object", "directory", "adapters"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_5_moe_text"])
+def test_experts_are_trained_in_float64(kind, where, tmp_path):
+    """Where torch multiplies groups of rows by their experts at once, it takes no float64."""
+    model = make(kind)
+    expected = Policy(load_model(settings(make(kind))))(collate(make_examples(3))).logprob
+    fields = {"dtype": "float64"}
+    if where == "directory":
+        model.save_pretrained(tmp_path)
+        model = str(tmp_path)
+    if where == "adapters":
+        fields["lora"] = Lora(r=2, target_modules=["q_proj"])
+    policy = Policy(load_model(settings(model, **fields)))
+    found = policy(collate(make_examples(3))).logprob
+    found.sum().backward()
+    assert any(
+        parameter.grad is not None and parameter.grad.dtype == torch.float64 for parameter in policy.parameters()
+    )
+    torch.testing.assert_close(found.float(), expected.float(), rtol=0, atol=1e-3)
