@@ -63,6 +63,7 @@ from .covariance import (
     token_covariance as token_covariance,
 )
 from .distillation import (
+    alpha_beta_divergence as alpha_beta_divergence,
     forward_kl as forward_kl,
     generalized_jsd as generalized_jsd,
     minillm as minillm,
@@ -70,6 +71,7 @@ from .distillation import (
     sampled_reverse_kl as sampled_reverse_kl,
     skew_forward_kl as skew_forward_kl,
     skew_reverse_kl as skew_reverse_kl,
+    taid as taid,
     with_tail as with_tail,
 )
 from .feedback import (
@@ -125,8 +127,12 @@ from .reference_free import (
 )
 from .reward import (
     bradley_terry as bradley_terry,
+    bradley_terry_ties as bradley_terry_ties,
     centering as centering,
     elo as elo,
+    histogram_mean as histogram_mean,
+    hl_gauss as hl_gauss,
+    ordinal_preference as ordinal_preference,
     plackett_luce as plackett_luce,
     score_regression as score_regression,
     step_aggregate as step_aggregate,

@@ -12,6 +12,9 @@ The teacher is not detached. Objectives on sampled tokens take log-probabilities
 Every function returns ``(loss, stats)`` with one entry per token: nothing is reduced here. Shapes that differ and
 hyper-parameters out of range raise ValueError. Where the vocabulary is too large to hold, `burnish.kernels` has the
 same divergences per token, from hidden states.
+
+Sums give more: the symmetric (Jeffreys) divergence is `forward_kl` + `reverse_kl`, DistiLLM-2 (arXiv:2503.07067)
+`skew_forward_kl` on completions of the teacher + `skew_reverse_kl` on those of the student.
 """
 
 import torch
@@ -20,7 +23,19 @@ from torch import Tensor
 
 from .numerics import log_remainder
 from .sequence import sequence_length
-from .types import FlatTokens, PerToken, SequenceIds, Share, Stats, check_roles, flat, require, same_shape, within
+from .types import (
+    FlatTokens,
+    PerToken,
+    Positive,
+    SequenceIds,
+    Share,
+    Stats,
+    check_roles,
+    flat,
+    require,
+    same_shape,
+    within,
+)
 
 Distributions = Float[Tensor, "*tokens vocabulary"]
 
@@ -103,6 +118,59 @@ def skew_reverse_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: 
     check_roles("skew_reverse_kl", {"logp": logp}, teacher_logp=teacher_logp)
     _check_alpha("skew_reverse_kl", alpha)
     return _kl(logp, _mixture(logp, teacher_logp, alpha)), {}
+
+
+def alpha_beta_divergence(
+    logp: Distributions, teacher_logp: Distributions, *, alpha: Positive, beta: Positive
+) -> tuple[PerToken, Stats]:
+    """α-β divergence: two knobs for what forward and reverse KL weigh differently, tokens and errors.
+
+        ℓ = −1/(αβ) Σ_v [ T^α S^β − α/(α + β) T^(α + β) − β/(α + β) S^(α + β) ]
+
+    A large α weighs the tokens that the teacher favors, a large β those of the student. Towards β → 0 with α = 1 it is
+    `forward_kl`, towards α → 0 with β = 1 `reverse_kl`, and with α + β = 1 an α-divergence; at ½ and ½ it is four times
+    the squared Hellinger distance.
+
+    Args:
+        alpha, beta: α, β > 0: 0.2 and 0.7 in most of the paper's experiments.
+
+    Paper: Wang et al. 2025 (ABKD), arXiv:2505.04560; the divergence: Cichocki et al. 2011.
+    """
+    same_shape("alpha_beta_divergence", logp=logp, teacher_logp=teacher_logp)
+    check_roles("alpha_beta_divergence", {"logp": logp}, teacher_logp=teacher_logp)
+    within("alpha_beta_divergence", Positive, alpha=alpha, beta=beta)
+    total = alpha + beta
+    # With the larger of T and S taken out, what is left is of their ratio: exactly 0 where they are equal.
+    lowest = torch.finfo(logp.dtype).min / 2  # of −inf and −inf there is no ratio
+    student = logp.clamp(min=lowest)
+    teacher = teacher_logp.clamp(min=lowest)
+    larger = torch.maximum(student, teacher)
+    log_ratio = -(student - teacher).abs()
+    power = torch.where(student > teacher, torch.full_like(student, alpha), beta)
+    rest = power / total * torch.expm1(total * log_ratio) - torch.expm1(power * log_ratio)
+    return ((total * larger).exp() * rest).sum(-1) / (alpha * beta), {}
+
+
+def taid(logp: Distributions, teacher_logp: Distributions, *, t: Share) -> tuple[PerToken, Stats]:
+    """TAID: forward KL to a teacher that starts as the student itself and becomes the teacher as t goes to 1.
+
+        ℓ = KL(P_t ‖ S),  P_t = softmax((1 − t) sg(log S) + t log T)
+
+    t = 1 is `forward_kl`; at t = 0 there is no gradient. The paper raises t as fast as the loss falls.
+
+    Args:
+        t: in [0, 1], how far the teacher has come.
+
+    Paper: Shing et al. 2025, arXiv:2501.16937.
+    """
+    same_shape("taid", logp=logp, teacher_logp=teacher_logp)
+    check_roles("taid", {"logp": logp}, teacher_logp=teacher_logp)
+    within("taid", Share, t=t)
+    lowest = torch.finfo(logp.dtype).min / 2  # −inf · 0 is no number
+    student = logp.detach().clamp(min=lowest)
+    teacher = teacher_logp.clamp(min=lowest)
+    between = ((1 - t) * student + t * teacher).log_softmax(-1)
+    return _kl(between, logp), {}
 
 
 def with_tail(logp: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens k+1"]:

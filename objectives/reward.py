@@ -9,13 +9,14 @@ that differ raise ValueError. A score of another group or solution never enters 
 """
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from .numerics import log1mexp
 from .sequence import sequence_length, sequence_mean
 from .types import (
     FlatTokens,
@@ -23,13 +24,20 @@ from .types import (
     PerPair,
     PerSequence,
     PerToken,
+    Positive,
+    Range,
     SequenceIds,
     Stats,
     check_roles,
     one_per,
     require,
     same_shape,
+    within,
 )
+
+Histogram = Float[Tensor, "*tokens bins"]
+Finite = Annotated[float, Range("finite", lambda x, _: -math.inf < x < math.inf)]
+Above = Annotated[float, Range("finite, above low", lambda x, others: others["low"] < x < math.inf)]
 
 
 def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 0.0) -> tuple[PerPair, Stats]:
@@ -57,6 +65,63 @@ def bradley_terry(chosen: PerPair, rejected: PerPair, margin: PerPair | float = 
         "accuracy": (difference > 0).to(difference.dtype),
     }
     return -F.logsigmoid(difference - margin), stats
+
+
+def bradley_terry_ties(
+    chosen: PerPair, rejected: PerPair, tied: Bool[Tensor, " pairs"], *, threshold: Positive
+) -> tuple[PerPair, Stats]:
+    """Bradley-Terry with ties: two completions whose scores differ by less than a threshold look alike to people.
+
+        ℓ = −log σ(d − λ) of a pair that was decided, −log [1 − σ(d − λ) − σ(−d − λ)] of a tie,  d = r_w − r_l
+
+    Args:
+        tied: Bool; the two completions of a tie may be in either place.
+        threshold: λ > 0, the logarithm of the model's θ, in units of the score.
+
+    Paper: Rao and Kupper 1967; for reward models: Liu et al. 2024, arXiv:2410.05328.
+    """
+    same_shape("bradley_terry_ties", chosen=chosen, rejected=rejected, tied=tied)
+    one_per("bradley_terry_ties", "pair", chosen=chosen)
+    check_roles("bradley_terry_ties", {"chosen": chosen, "rejected": rejected})
+    require("bradley_terry_ties", tied.dtype == torch.bool, "tied must be a Bool tensor, got {}", tied.dtype)
+    within("bradley_terry_ties", Positive, threshold=threshold)
+    difference = chosen - rejected
+    won = F.logsigmoid(difference - threshold)
+    lost = F.logsigmoid(-difference - threshold)
+    # 1 − σ(d − λ) − σ(−d − λ) = (e^{2λ} − 1) σ(d − λ) σ(−d − λ)
+    doubled = difference.new_full((), 2 * threshold)
+    tie = doubled + log1mexp(-doubled) + won + lost
+    right = torch.where(tied, difference.abs() < threshold, difference > 0)
+    stats = {
+        "mean_reward": ((chosen + rejected) / 2).detach(),
+        "margin": difference.detach(),
+        "accuracy": right.to(difference.dtype),
+    }
+    return -torch.where(tied, tie, won), stats
+
+
+def ordinal_preference(chosen: PerPair, rejected: PerPair, preference: PerPair) -> tuple[PerPair, Stats]:
+    """Bradley-Terry with degrees: people say how much better a completion is, slightly or by far, or that neither is.
+
+        ℓ = −z log σ(d) − (1 − z) log σ(−d),  d = r_w − r_l
+
+    Args:
+        preference: z in [0, 1], the share of people who would prefer the chosen completion: 1 is `bradley_terry`, ½ a
+            tie.
+
+    Paper: Liu et al. 2024, arXiv:2411.12843.
+    """
+    same_shape("ordinal_preference", chosen=chosen, rejected=rejected, preference=preference)
+    one_per("ordinal_preference", "pair", chosen=chosen)
+    check_roles("ordinal_preference", {"chosen": chosen, "rejected": rejected}, preference=preference)
+    difference = chosen - rejected
+    loss = -preference * F.logsigmoid(difference) - (1 - preference) * F.logsigmoid(-difference)
+    stats = {
+        "mean_reward": ((chosen + rejected) / 2).detach(),
+        "margin": difference.detach(),
+        "accuracy": (difference * (preference - 0.5) > 0).to(difference.dtype),
+    }
+    return loss, stats
 
 
 def centering(chosen: PerPair, rejected: PerPair) -> tuple[PerPair, Stats]:
@@ -109,6 +174,48 @@ def score_regression(score: PerSequence, target: PerSequence) -> tuple[PerSequen
     check_roles("score_regression", {"score": score}, target=target)
     error = score - target
     return error.square(), {"mean_reward": score.detach(), "absolute_error": error.detach().abs()}
+
+
+def hl_gauss(logp: Histogram, target: PerToken, *, low: Finite, high: Above, sigma: Positive) -> tuple[PerToken, Stats]:
+    """HL-Gauss: learn a number by classification, of the bins of a histogram; for values, scores and ratings.
+
+        ℓ = −Σ_i p_i log q_i,  p_i = share of a normal distribution around the target y in bin i, within [low, high]
+
+    A target outside the range counts as its nearer end. Read the number off by `histogram_mean`.
+
+    Args:
+        logp: log q, [..., bins], normalized over the bins of equal width between ``low`` and ``high``.
+        target: y, a number.
+        sigma: σ > 0, in units of y; 0.75 of a bin's width in the paper.
+
+    Paper: Farebrother et al. 2024, arXiv:2403.03950, after Imani and White 2018.
+    """
+    same_shape("hl_gauss", target=target, logp=logp[..., 0])
+    check_roles("hl_gauss", {"logp": logp}, target=target)
+    within("hl_gauss", Positive, sigma=sigma)
+    _check_bounds("hl_gauss", low, high)
+    y = target.clamp(low, high)
+    edges = torch.linspace(low, high, logp.shape[-1] + 1, dtype=logp.dtype, device=logp.device)
+    below = torch.special.ndtr((edges - y[..., None]) / sigma)
+    share = below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
+    loss = -torch.where(share > 0, share * logp, 0.0).sum(-1)
+    mean = histogram_mean(logp.detach(), low=low, high=high)
+    return loss, {"mean_reward": mean, "absolute_error": (mean - target.detach()).abs()}
+
+
+def histogram_mean(logp: Histogram, *, low: Finite, high: Above) -> PerToken:
+    """The number that a histogram stands for, Σ_i q_i c_i, c_i being the middle of bin i.
+
+    Args:
+        logp: log q, [..., bins], normalized over the bins of equal width between ``low`` and ``high``.
+
+    Raises:
+        ValueError: if the bounds are no finite numbers, or low ≥ high.
+    """
+    _check_bounds("histogram_mean", low, high)
+    width = (high - low) / logp.shape[-1]
+    place = torch.arange(logp.shape[-1], dtype=logp.dtype, device=logp.device)
+    return logp.exp() @ (low + width * (place + 0.5))
 
 
 def step_loss(logit: PerToken, label: PerToken | Bool[Tensor, "*tokens"]) -> tuple[PerToken, Stats]:
@@ -168,3 +275,8 @@ def step_aggregate(
 def elo(score: PerSequence) -> PerSequence:
     """Scores in Elo points, 400/ln 10 to the nat: 400 points apart, the better completion wins ten times as often."""
     return score * (400 / math.log(10))
+
+
+def _check_bounds(who: str, low: float, high: float) -> None:
+    within(who, Finite, low=low)
+    require(who, low < high < math.inf, "high must be finite, above low = {}, got {}", low, high)

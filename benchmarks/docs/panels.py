@@ -129,6 +129,12 @@ def _divergence(function: Callable[..., Any], **loss_kwargs: Any) -> Curve:
     return curve(function, logp=_of_two_tokens, teacher_logp=_teacher, **loss_kwargs)
 
 
+def _bell(x: Tensor) -> Tensor:
+    """A histogram of 50 bins between −2.5 and 2.5, in the shape of a normal distribution around x."""
+    middle = torch.linspace(-2.45, 2.45, 50, dtype=x.dtype)
+    return (-2 * (middle - x[:, None]).square()).log_softmax(-1)
+
+
 def _ranking(place: int) -> Curve:
     """The loss of a ranking of three as the score of one of them moves, the others' being 0."""
 
@@ -296,12 +302,27 @@ PANELS = {
     "bradley_terry": Panel(
         Axis("$r_w - r_l$", -5, 5), {f"m = {m:g}": curve(o.bradley_terry, chosen=_x, margin=m) for m in (0.0, 2.0)}
     ),
+    "bradley_terry_ties": Panel(
+        Axis("$r_w - r_l$, λ = 1", -5, 5),
+        {
+            "decided": curve(o.bradley_terry_ties, chosen=_x, tied=False, threshold=1.0),
+            "tied": curve(o.bradley_terry_ties, chosen=_x, tied=True, threshold=1.0),
+        },
+    ),
+    "ordinal_preference": Panel(
+        Axis("$r_w - r_l$", -5, 5),
+        {f"z = {z:g}": curve(o.ordinal_preference, chosen=_x, preference=z) for z in (1.0, 0.7, 0.5)},
+    ),
     "centering": Panel(Axis("$r_w + r_l$", -2, 2), {"": curve(o.centering, chosen=_x)}),
     "plackett_luce": Panel(
         Axis("score of one of three, the others' 0", -5, 5),
         {f"ranked {name}": _ranking(place) for place, name in enumerate(("first", "second", "third"))},
     ),
     "score_regression": Panel(Axis("r − y", -2, 2), {"": curve(o.score_regression, score=_x)}),
+    "hl_gauss": Panel(
+        Axis("prediction, y = 0", -2, 2),
+        {f"σ = {σ:g}": curve(o.hl_gauss, logp=_bell, low=-2.5, high=2.5, sigma=σ) for σ in (0.1, 0.5)},
+    ),
     "step_loss": Panel(
         Axis("logit z", -5, 5), {f"y = {y:g}": curve(o.step_loss, logit=_x, label=y) for y in (1.0, 0.7, 0.0)}
     ),
@@ -402,6 +423,14 @@ PANELS = {
     "generalized_jsd": Panel(_Q, {f"β = {β:g}": _divergence(o.generalized_jsd, beta=β) for β in (0.1, 0.5, 0.9)}),
     "skew_forward_kl": Panel(_Q, {f"α = {α:g}": _divergence(o.skew_forward_kl, alpha=α) for α in (0.1, 0.5)}),
     "skew_reverse_kl": Panel(_Q, {f"α = {α:g}": _divergence(o.skew_reverse_kl, alpha=α) for α in (0.1, 0.5)}),
+    "alpha_beta_divergence": Panel(
+        _Q,
+        {
+            f"α = {α:g}, β = {β:g}": _divergence(o.alpha_beta_divergence, alpha=α, beta=β)
+            for α, β in ((0.2, 0.7), (0.5, 0.5), (1.0, 1.0))
+        },
+    ),
+    "taid": Panel(_Q, {f"t = {t:g}": _divergence(o.taid, t=t) for t in (0.2, 0.5, 1.0)}),
     "sampled_reverse_kl": Panel(
         Axis("student's log q, teacher's log p = −1", -3, -1e-3),
         {"": curve(o.sampled_reverse_kl, logp=_x, teacher_logp=-1.0)},

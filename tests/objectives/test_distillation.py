@@ -33,12 +33,22 @@ def jsd(share: float) -> Callable[[Distribution, Distribution], mpf]:
     return lambda s, t: mpf(share) * kl(t, mixed(share, t, s)) + (1 - mpf(share)) * kl(s, mixed(share, t, s))
 
 
+def alpha_beta(alpha: float, beta: float) -> Callable[[Distribution, Distribution], mpf]:
+    a, b = mpf(alpha), mpf(beta)
+
+    def of_token(s: mpf, t: mpf) -> mpf:
+        return t**a * s**b - a / (a + b) * t ** (a + b) - b / (a + b) * s ** (a + b)
+
+    return lambda s, t: -mp.fsum(map(of_token, s, t)) / (a * b)
+
+
 Divergence = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 BOUNDED: dict[str, tuple[Divergence, Callable[[Distribution, Distribution], mpf]]] = {
     "jsd-0.1": (lambda s, t: ds.generalized_jsd(s, t, beta=0.1), jsd(0.1)),
     "jsd-0.5": (lambda s, t: ds.generalized_jsd(s, t, beta=0.5), jsd(0.5)),
     "skew_forward": (lambda s, t: ds.skew_forward_kl(s, t, alpha=0.2), lambda s, t: kl(t, mixed(0.2, t, s))),
     "skew_reverse": (lambda s, t: ds.skew_reverse_kl(s, t, alpha=0.2), lambda s, t: kl(s, mixed(0.2, s, t))),
+    "alpha_beta": (lambda s, t: ds.alpha_beta_divergence(s, t, alpha=0.25, beta=0.75), alpha_beta(0.25, 0.75)),
 }
 DIVERGENCES = BOUNDED | {
     "forward": (ds.forward_kl, lambda s, t: kl(t, s)),
@@ -200,6 +210,77 @@ def test_jsd_is_bounded_symmetric_at_one_half_and_the_mean_of_two_skew_divergenc
     assert ds.generalized_jsd(*apart, beta=0.5)[0].item() == pytest.approx(math.log(2))
     assert ds.skew_forward_kl(*apart, alpha=0.1)[0].item() == pytest.approx(-math.log(0.1))
     assert ds.skew_reverse_kl(*apart, alpha=0.1)[0].item() == pytest.approx(-math.log(0.1))
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.2, 0.7), (1.5, 0.5), (1.0, 1.0), (0.1, 3.0)])
+def test_the_alpha_beta_divergence_equals_its_equation(alpha: float, beta: float) -> None:
+    student, teacher = logits(6, 5)
+    s, t = student.log_softmax(-1), teacher.log_softmax(-1)
+    loss, _ = ds.alpha_beta_divergence(s, t, alpha=alpha, beta=beta)
+    rows = zip(student.tolist(), teacher.tolist(), strict=True)
+    expected = [float(alpha_beta(alpha, beta)(distribution(a), distribution(b))) for a, b in rows]
+    assert loss.tolist() == pytest.approx(expected, rel=1e-12)
+    assert torch.autograd.gradcheck(lambda x: ds.alpha_beta_divergence(x, t, alpha=alpha, beta=beta)[0], s)
+
+
+def test_the_alpha_beta_divergence_has_the_kls_for_limits_and_hellinger_in_the_middle() -> None:
+    student, teacher = (x.log_softmax(-1).detach() for x in logits(3, 5))
+    forward, _ = ds.alpha_beta_divergence(student, teacher, alpha=1.0, beta=1e-7)
+    torch.testing.assert_close(forward, ds.forward_kl(student, teacher)[0], rtol=1e-5, atol=0)
+    reverse, _ = ds.alpha_beta_divergence(student, teacher, alpha=1e-7, beta=1.0)
+    torch.testing.assert_close(reverse, ds.reverse_kl(student, teacher)[0], rtol=1e-5, atol=0)
+    middle, _ = ds.alpha_beta_divergence(student, teacher, alpha=0.5, beta=0.5)
+    hellinger = ((student / 2).exp() - (teacher / 2).exp()).square().sum(-1) / 2
+    torch.testing.assert_close(middle, 4 * hellinger)
+    half_square, _ = ds.alpha_beta_divergence(student, teacher, alpha=1.0, beta=1.0)
+    torch.testing.assert_close(half_square, (student.exp() - teacher.exp()).square().sum(-1) / 2)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+def test_taid_equals_its_equation_in_value_and_gradient(t: float) -> None:
+    student, teacher = logits(4, 5)
+    loss, stats = ds.taid(student.log_softmax(-1), teacher.log_softmax(-1), t=t)
+    assert stats == {}
+    expected, slopes = [], []
+    for s, of_teacher in zip(student.tolist(), teacher.tolist(), strict=True):
+        between = distribution([(1 - t) * a + t * b for a, b in zip(s, of_teacher, strict=True)])
+        q = distribution(s)
+        expected.append(float(kl(between, q)))
+        slopes.append([float(a - p) for a, p in zip(q, between, strict=True)])
+    assert loss.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    for actual, wanted in zip(gradient(loss, student).tolist(), slopes, strict=True):
+        assert actual == pytest.approx(wanted, rel=1e-10, abs=1e-15)
+
+
+def test_taid_ends_at_forward_kl_and_begins_without_a_gradient() -> None:
+    student, teacher = logits(4, 5)
+    s, t = student.log_softmax(-1), teacher.log_softmax(-1)
+    whole, _ = ds.taid(s, t, t=1.0)
+    torch.testing.assert_close(whole, ds.forward_kl(s, t)[0])
+    torch.testing.assert_close(gradient(whole, student), gradient(ds.forward_kl(s, t)[0], student))
+    assert gradient(ds.taid(s, t, t=0.0)[0], student).abs().max() < 1e-15
+    third, _ = ds.taid(s, t, t=0.3)
+    assert (third < whole).all()
+    alone, _ = ds.taid(s[2:3], t[2:3], t=0.3)
+    torch.testing.assert_close(alone, third[2:3])
+    assert ds.taid(s[:0], t[:0], t=0.3)[0].shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_taid_is_finite_at_extremes_and_padding_adds_nothing(dtype: torch.dtype) -> None:
+    corners = [[0.0, -2000.0, -1e4], [-2000.0, 0.0, -50.0], [-1e4, -1e4, 0.0]]
+    student, teacher = zip(*itertools.product(corners, repeat=2), strict=True)
+    s, t = torch.tensor(student, dtype=dtype, requires_grad=True), torch.tensor(teacher, dtype=dtype)
+    for share in (0.0, 0.5, 1.0):
+        loss, _ = ds.taid(s, t, t=share)
+        assert loss.dtype == dtype
+        assert loss.isfinite().all() and gradient(loss, s).isfinite().all()
+        padding = torch.full((len(t), 2), NEVER, dtype=dtype)
+        padded = torch.cat([s.detach(), padding], 1).requires_grad_()
+        wider, _ = ds.taid(padded, torch.cat([t, padding], 1), t=share)
+        torch.testing.assert_close(wider, loss)
+        torch.testing.assert_close(gradient(wider, padded)[:, :3], gradient(loss, s))
+        assert not gradient(wider, padded)[:, 3:].any()
 
 
 def test_forward_kl_covers_two_modes_and_reverse_kl_seeks_one() -> None:
@@ -370,6 +451,20 @@ ID3, ID1 = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     ("call", "message"),
     [
         (lambda: ds.forward_kl(THREE, ONE), "forward_kl: teacher_logp must have the shape of logp, [3], got [1]"),
+        (
+            lambda: ds.alpha_beta_divergence(THREE, ONE, alpha=0.5, beta=0.5),
+            "alpha_beta_divergence: teacher_logp must have the shape of logp, [3], got [1]",
+        ),
+        (
+            lambda: ds.alpha_beta_divergence(THREE, THREE, alpha=0.0, beta=0.5),
+            "alpha_beta_divergence: alpha must be > 0, got 0.0",
+        ),
+        (
+            lambda: ds.alpha_beta_divergence(THREE, THREE, alpha=0.5, beta=-1.0),
+            "alpha_beta_divergence: beta must be > 0, got -1.0",
+        ),
+        (lambda: ds.taid(THREE, ONE, t=0.5), "taid: teacher_logp must have the shape of logp, [3], got [1]"),
+        (lambda: ds.taid(THREE, THREE, t=1.5), "taid: t must be in [0, 1], got 1.5"),
         (lambda: ds.reverse_kl(THREE, ONE), "reverse_kl: teacher_logp must have the shape of logp, [3], got [1]"),
         (
             lambda: ds.generalized_jsd(THREE, ONE, beta=0.5),

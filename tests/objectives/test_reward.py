@@ -26,6 +26,12 @@ def cross_entropy(z: mpf, y: mpf) -> mpf:
     return -y * mp.log(sigma(z)) - (1 - y) * mp.log(sigma(-z))
 
 
+def rao_kupper(x: mpf, y: mpf, theta: mpf) -> mpf:
+    """Their probability of a tie, by the strengths of the two."""
+    return (theta**2 - 1) * x * y / ((x + theta * y) * (y + theta * x))
+
+
+LIMIT = mpf(0.75)
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 # Every elementwise objective with its equation and its statistics, as functions of the entries of its tensors.
 CASES: dict[str, tuple[Objective, int, Callable[..., mpf], dict[str, Callable[..., mpf]]]] = {
@@ -44,6 +50,32 @@ CASES: dict[str, tuple[Objective, int, Callable[..., mpf], dict[str, Callable[..
         2,
         lambda c, r: -mp.log(sigma(c - r)),
         {"mean_reward": lambda c, r: (c + r) / 2, "margin": lambda c, r: c - r, "accuracy": lambda c, r: c > r},
+    ),
+    "bradley_terry_ties-decided": (
+        lambda c, r: rw.bradley_terry_ties(c, r, torch.zeros_like(c, dtype=torch.bool), threshold=0.75),
+        2,
+        lambda c, r: -mp.log(sigma(c - r - LIMIT)),
+        {"mean_reward": lambda c, r: (c + r) / 2, "margin": lambda c, r: c - r, "accuracy": lambda c, r: c > r},
+    ),
+    "bradley_terry_ties-tied": (
+        lambda c, r: rw.bradley_terry_ties(c, r, torch.ones_like(c, dtype=torch.bool), threshold=0.75),
+        2,
+        lambda c, r: -mp.log(rao_kupper(mp.exp(c), mp.exp(r), mp.exp(LIMIT))),
+        {
+            "mean_reward": lambda c, r: (c + r) / 2,
+            "margin": lambda c, r: c - r,
+            "accuracy": lambda c, r: abs(c - r) < LIMIT,
+        },
+    ),
+    "ordinal_preference": (
+        lambda c, r, z: rw.ordinal_preference(c, r, z.sigmoid()),
+        3,
+        lambda c, r, z: cross_entropy(c - r, sigma(z)),
+        {
+            "mean_reward": lambda c, r, z: (c + r) / 2,
+            "margin": lambda c, r, z: c - r,
+            "accuracy": lambda c, r, z: (c > r) == (z > 0),
+        },
     ),
     "centering": (rw.centering, 2, lambda c, r: (c + r) ** 2, {}),
     "score_regression": (
@@ -98,7 +130,10 @@ def test_loss_stats_and_gradient_are_finite_at_scores_of_ten_thousand(name: str,
     for tensor in (loss, *stats.values(), *torch.autograd.grad(loss.sum(), tensors)):
         assert tensor.dtype == dtype
         assert tensor.isfinite().all()
-    if dtype == torch.float64 and name != "step_loss":  # whose label, σ of a score, is rounded to 0 or 1
+    if dtype == torch.float64 and name not in (
+        "step_loss",
+        "ordinal_preference",
+    ):  # whose label, σ of a score, is rounded to 0 or 1
         close(loss, [equation(*column) for column in columns(tensors)], rtol=1e-11)
 
 
@@ -142,6 +177,110 @@ def test_bradley_terry_asks_for_the_margin_and_knows_scores_up_to_a_constant() -
     torch.testing.assert_close(one, rw.bradley_terry(chosen + 7, rejected + 7, 1.5)[0])
     shifted = rw.centering(chosen + 7, rejected + 7)[0]
     assert (shifted > rw.centering(chosen - rejected, rejected - chosen)[0]).all()
+
+
+@pytest.mark.parametrize("threshold", [1e-3, 0.75, 30.0])
+def test_a_pair_is_won_tied_or_lost(threshold: float) -> None:
+    chosen, rejected = (x.detach() for x in scores(2, size=20))
+    no, yes = torch.zeros(20, dtype=torch.bool), torch.ones(20, dtype=torch.bool)
+    won, _ = rw.bradley_terry_ties(chosen, rejected, no, threshold=threshold)
+    lost, _ = rw.bradley_terry_ties(rejected, chosen, no, threshold=threshold)
+    tie, _ = rw.bradley_terry_ties(chosen, rejected, yes, threshold=threshold)
+    torch.testing.assert_close((-won).exp() + (-lost).exp() + (-tie).exp(), torch.ones(20, dtype=torch.float64))
+    torch.testing.assert_close(tie, rw.bradley_terry_ties(rejected, chosen, yes, threshold=threshold)[0])
+
+
+def test_ties_of_a_vanishing_threshold_are_bradley_terry_and_equal_scores_tie_best() -> None:
+    chosen, rejected = (x.detach() for x in scores(2))
+    no, yes = torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)
+    decided, _ = rw.bradley_terry_ties(chosen, rejected, no, threshold=1e-12)
+    torch.testing.assert_close(decided, rw.bradley_terry(chosen, rejected)[0])
+    apart = torch.tensor([-0.5, 0.0, 0.5], dtype=torch.float64)
+    tie, _ = rw.bradley_terry_ties(apart, torch.zeros_like(apart), yes, threshold=0.75)
+    assert tie.argmin() == 1
+
+
+def test_an_ordinal_preference_rests_where_the_model_says_what_people_do() -> None:
+    z = torch.tensor([0.5, 0.7, 0.95], dtype=torch.float64)
+    chosen = z.logit().requires_grad_()
+    loss, _ = rw.ordinal_preference(chosen, torch.zeros(3, dtype=torch.float64), z)
+    (slope,) = torch.autograd.grad(loss.sum(), chosen)
+    assert slope.abs().max() < 1e-15
+    certain, _ = rw.ordinal_preference(chosen, chosen * 0, torch.ones(3, dtype=torch.float64))
+    torch.testing.assert_close(certain, rw.bradley_terry(chosen, chosen * 0)[0])
+
+
+def normal(x: mpf) -> mpf:
+    return (1 + mp.erf(x / mp.sqrt(2))) / 2
+
+
+def shares(y: float, low: float, high: float, bins: int, spread: float) -> list[mpf]:
+    """Of a normal distribution around y, within the bounds, in each bin."""
+    y = min(max(y, low), high)
+    edges = [mpf(low) + (mpf(high) - mpf(low)) * i / bins for i in range(bins + 1)]
+    below = [normal((edge - mpf(y)) / mpf(spread)) for edge in edges]
+    return [(b - a) / (below[-1] - below[0]) for a, b in itertools.pairwise(below)]
+
+
+TARGETS = [-1.0, -0.93, 0.1, 0.5, 1.99, 2.0, 7.0, -40.0]
+
+
+def test_hl_gauss_equals_its_equation_in_value_and_gradient() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(TARGETS), 6, generator=draw, dtype=torch.float64, requires_grad=True)
+    target = torch.tensor(TARGETS, dtype=torch.float64)
+    loss, stats = rw.hl_gauss(logits.log_softmax(-1), target, low=-1.0, high=2.0, sigma=0.3)
+    (slope,) = torch.autograd.grad(loss.sum(), logits)
+    logp, q = logits.log_softmax(-1).tolist(), logits.softmax(-1).tolist()
+    for i, y in enumerate(TARGETS):
+        p = [float(x) for x in shares(y, -1.0, 2.0, 6, 0.3)]
+        expected = -math.fsum(a * b for a, b in zip(p, logp[i], strict=True))
+        assert loss[i].item() == pytest.approx(expected, rel=1e-12)
+        assert slope[i].tolist() == pytest.approx([a - b for a, b in zip(q[i], p, strict=True)], abs=1e-12)
+        mean = math.fsum(a * (-0.75 + 0.5 * k) for k, a in enumerate(q[i]))
+        assert stats["mean_reward"][i].item() == pytest.approx(mean, rel=1e-12, abs=1e-15)
+        assert stats["absolute_error"][i].item() == pytest.approx(abs(mean - y), rel=1e-12)
+    assert list(stats) == ["mean_reward", "absolute_error"]
+    assert not any(stat.requires_grad for stat in stats.values())
+    assert torch.autograd.gradcheck(
+        lambda x: rw.hl_gauss(x.log_softmax(-1), target, low=-1.0, high=2.0, sigma=0.3)[0], logits
+    )
+
+
+def test_what_hl_gauss_learns_is_read_off_by_the_mean_of_the_histogram() -> None:
+    targets = [-0.5, -0.21, 0.0, 0.4, 1.5]
+    learned = torch.tensor([[float(p) for p in shares(y, -1.0, 2.0, 60, 0.0375)] for y in targets], dtype=torch.float64)
+    logits = learned.log().clamp(min=-800).requires_grad_()
+    target = torch.tensor(targets, dtype=torch.float64)
+    loss, stats = rw.hl_gauss(logits.log_softmax(-1), target, low=-1.0, high=2.0, sigma=0.0375)
+    (slope,) = torch.autograd.grad(loss.sum(), logits)
+    assert slope.abs().max() < 1e-12
+    torch.testing.assert_close(stats["mean_reward"], target, atol=1e-4, rtol=0)
+    mean = rw.histogram_mean(logits.log_softmax(-1), low=-1.0, high=2.0)
+    torch.testing.assert_close(mean.detach(), stats["mean_reward"])
+    assert mean.requires_grad
+
+
+def test_hl_gauss_of_a_narrow_normal_is_the_cross_entropy_of_the_bin() -> None:
+    logp = torch.randn(2, 3, 4, dtype=torch.float64).log_softmax(-1)
+    target = torch.full((2, 3), 0.3, dtype=torch.float64)
+    loss, _ = rw.hl_gauss(logp, target, low=0.0, high=1.0, sigma=1e-6)
+    torch.testing.assert_close(loss, -logp[..., 1])
+    alone, _ = rw.hl_gauss(logp[1], target[1], low=0.0, high=1.0, sigma=1e-6)
+    assert torch.equal(alone, loss[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hl_gauss_is_finite_for_targets_far_away_and_bins_of_no_mass(dtype: torch.dtype) -> None:
+    target = torch.tensor([-1e30, -1.0, 0.0, 1.0, 1e30], dtype=dtype)
+    logits = torch.tensor([0.0, -2000.0, -1e4, 50.0], dtype=dtype).expand(5, 4).clone().requires_grad_()
+    for spread in (1e-6, 0.5, 1e6):
+        loss, stats = rw.hl_gauss(logits.log_softmax(-1), target, low=-1.0, high=1.0, sigma=spread)
+        (slope,) = torch.autograd.grad(loss.sum(), logits)
+        assert all(x.isfinite().all() and x.dtype == dtype for x in (loss, slope, *stats.values()))
+    impossible = torch.tensor([[0.0, -math.inf]], dtype=dtype, requires_grad=True)
+    loss, _ = rw.hl_gauss(impossible, target[1:2], low=-1.0, high=1.0, sigma=1e-6)
+    assert loss.item() == 0
 
 
 # Three groups, one of a single completion, in any order; ranks need not be consecutive.
@@ -300,6 +439,42 @@ IDS, ID = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         (lambda: rw.bradley_terry(THREE, THREE, math.nan), "bradley_terry: margin must be finite, got nan"),
         (lambda: rw.bradley_terry(THREE, THREE, -math.inf), "bradley_terry: margin must be finite, got -inf"),
         (lambda: rw.bradley_terry(THREE, THREE, math.inf), "bradley_terry: margin must be finite, got inf"),
+        (
+            lambda: rw.bradley_terry_ties(THREE, THREE, THREE, threshold=1.0),
+            "bradley_terry_ties: tied must be a Bool tensor, got torch.float32",
+        ),
+        (
+            lambda: rw.bradley_terry_ties(THREE, ONE, THREE > 0, threshold=1.0),
+            "bradley_terry_ties: rejected must have the shape of chosen, [3], got [1]",
+        ),
+        (
+            lambda: rw.bradley_terry_ties(THREE, THREE, THREE > 0, threshold=0.0),
+            "bradley_terry_ties: threshold must be > 0, got 0.0",
+        ),
+        (
+            lambda: rw.ordinal_preference(THREE, THREE, ONE),
+            "ordinal_preference: preference must have the shape of chosen, [3], got [1]",
+        ),
+        (
+            lambda: rw.hl_gauss(THREE[:, None], ONE, low=0.0, high=1.0, sigma=0.1),
+            "hl_gauss: logp must have the shape of target, [1], got [3]",
+        ),
+        (
+            lambda: rw.hl_gauss(THREE[:, None], THREE, low=0.0, high=1.0, sigma=0.0),
+            "hl_gauss: sigma must be > 0, got 0.0",
+        ),
+        (
+            lambda: rw.hl_gauss(THREE[:, None], THREE, low=1.0, high=1.0, sigma=0.1),
+            "hl_gauss: high must be finite, above low = 1.0, got 1.0",
+        ),
+        (
+            lambda: rw.histogram_mean(THREE, low=-math.inf, high=1.0),
+            "histogram_mean: low must be finite, got -inf",
+        ),
+        (
+            lambda: rw.histogram_mean(THREE, low=0.0, high=math.inf),
+            "histogram_mean: high must be finite, above low = 0.0, got inf",
+        ),
         (lambda: rw.centering(THREE, ONE), "centering: rejected must have the shape of chosen, [3], got [1]"),
         (lambda: rw.plackett_luce(THREE, ID, IDS), "plackett_luce: group must have the shape of score, [3], got [1]"),
         (lambda: rw.plackett_luce(THREE, IDS, ID), "plackett_luce: rank must have the shape of score, [3], got [1]"),

@@ -34,6 +34,11 @@ HYPER: dict[str, Any] = {
     "alpha": 0.5,
     "kind": "k3",
     "penalty": 1.5,
+    "threshold": 0.75,
+    "t": 0.5,
+    "low": -1.0,
+    "high": 1.0,
+    "sigma": 0.3,
 }
 
 
@@ -67,14 +72,15 @@ def arguments(loss: Callable[..., Any], dtype: torch.dtype = torch.float64) -> d
     floats = tensors_of(loss)
     for name, parameter in inspect.signature(loss, eval_str=True).parameters.items():
         if name in floats:
-            shape = {"": (), "*tokens vocabulary": (SEQUENCES, 4)}.get(dimensions(floats[name]), (SEQUENCES,))
+            of_rows = {"": (), "*tokens vocabulary": (SEQUENCES, 4), "*tokens bins": (SEQUENCES, 4)}
+            shape = of_rows.get(dimensions(floats[name]), (SEQUENCES,))
             value = torch.rand(shape, generator=generator, dtype=torch.float64)
             found[name] = (-value if "logp" in name or name in TRAINED else value).to(dtype)
         elif name in ("sequence", "group", "rank"):
             found[name] = torch.arange(SEQUENCES)
         elif name == "sequences":
             found[name] = SEQUENCES
-        elif name in ("desirable", "label", "penalized"):
+        elif name in ("desirable", "label", "penalized", "tied"):
             found[name] = torch.tensor([True, False, True])
         elif parameter.kind is parameter.KEYWORD_ONLY and name in HYPER:
             found[name] = HYPER[name]
@@ -117,8 +123,8 @@ def test_a_constant_that_requires_grad_beside_a_policy_that_does_not_is_refused(
         loss(**inputs)
     with torch.no_grad():
         loss(**inputs)  # an evaluation
-    trained = next(iter(TRAINED & inputs.keys()))
-    inputs[trained] = inputs[trained].clone().requires_grad_()
+    for trained in TRAINED & inputs.keys():
+        inputs[trained] = inputs[trained].clone().requires_grad_()
     loss(**inputs)  # both, as in a check of gradients
 
 
