@@ -46,6 +46,9 @@ def add_end_tokens(model: nn.Module, tokens: Collection[int], tokenizer: Any) ->
     added = extend(config, tokens)
     if not added:
         return ""
-    names = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in added)
-    before = ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in known) or "none"
-    return f"end tokens: completions end with {names}, added to those of generation_config.json: {before}"
+    new, before = (", ".join(_named(token, tokenizer) for token in each) for each in (added, known))
+    return f"end tokens: {new} added to {before or 'none'} of generation_config.json, as completions end with it"
+
+
+def _named(token: int, tokenizer: Any) -> str:
+    return f"{tokenizer.decode([token])!r} ({token})"

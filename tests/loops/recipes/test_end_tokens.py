@@ -38,7 +38,8 @@ def test_a_base_model_that_learns_a_chat_template_ends_its_answers(tmp_path, cap
     base = save_base(tmp_path / "base")
     steps = ("--steps", "40", "--batch_size", "1", "--learning_rate", "1e-2")
     assert burnish("sft", tmp_path, "run", base, [{"messages": QUESTION + ANSWER}], *steps) == 0
-    assert "end tokens: completions end with '<|end|>' (1)" in capsys.readouterr().out
+    said = "end tokens: '<|end|>' (1) added to '<|endoftext|>' (2) of generation_config.json"
+    assert said in capsys.readouterr().out
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
