@@ -65,29 +65,43 @@ def gpus_of(text: str) -> tuple[int, int]:
 
 def alternatives(config: Any, ranks: int) -> Iterator[tuple[str, Any]]:
     """Settings that reduce memory, the cheapest first, and the configuration with each."""
-    whole, bfloat16 = not (config.lora.enabled or config.quantize), config.dtype == "bfloat16"
-    shards = ranks // config.parallel.together
-    changes: dict[str, Any] = {
-        "dtype": None if bfloat16 else "bfloat16",
-        "parallel.dp_shard_size": shards if config.parallel.dp_shard_size < shards else None,
-        "gradient_checkpointing": None if config.gradient_checkpointing else True,
-        "micro_tokens": (config.micro_tokens or 8192) // 4 if (config.micro_tokens or 8192) > 1024 else None,
-        "reference": "precompute" if whole and getattr(config, "reference", None) in ("auto", "copy") else None,
-        "optimizer": "adamw_8bit" if whole and config.optimizer == "adamw" else None,
-        "weights_dtype": "bfloat16" if whole and bfloat16 and config.weights_dtype == "float32" else None,
-        "lora.r": 16 if whole else None,
-        "quantize": None if whole or config.quantize else "4bit",
-    }
-    for name, value in changes.items():
+    for name, value in _cheaper(config, ranks).items():
         group, dot, field = name.partition(".")
-        if value is None or not hasattr(config, group):
+        if not hasattr(config, group):  # not of this recipe
             continue
         setting = replace(getattr(config, group), **{field: value}) if dot else value
         try:
             changed = replace(config, **{group: setting})
-        except ValueError:  # not of this recipe
+        except ValueError:  # this recipe takes other values
             continue
         yield f"{name} {str(value).lower() if value is True else value}", changed
+
+
+def _cheaper(config: Any, ranks: int) -> dict[str, Any]:
+    """A value that takes less memory for each setting that has one, the cheapest change first."""
+    whole = not (config.lora.enabled or config.quantize)
+    shards = ranks // config.parallel.together
+    tokens = config.micro_tokens or 8192
+    values: dict[str, Any] = {}
+    if config.dtype != "bfloat16":
+        values["dtype"] = "bfloat16"
+    if config.parallel.dp_shard_size < shards:
+        values["parallel.dp_shard_size"] = shards
+    if not config.gradient_checkpointing:
+        values["gradient_checkpointing"] = True
+    if tokens > 1024:
+        values["micro_tokens"] = tokens // 4
+    if whole and getattr(config, "reference", None) in ("auto", "copy"):
+        values["reference"] = "precompute"
+    if whole and config.optimizer == "adamw":
+        values["optimizer"] = "adamw_8bit"
+    if whole and config.dtype == "bfloat16" and config.weights_dtype == "float32":
+        values["weights_dtype"] = "bfloat16"
+    if whole:
+        values["lora.r"] = 16
+    elif not config.quantize:
+        values["quantize"] = "4bit"
+    return values
 
 
 def table(planned: Rehearsal) -> str:

@@ -94,18 +94,28 @@ def parse_untagged(text: str) -> list[ParsedCall]:
         return [parse_arguments(name, _gemma_json(arguments)) for name, arguments in calls]
     bare = text.strip().removeprefix("[TOOL_CALLS]").lstrip()
     if bare.startswith(("{", "[{")):
-        try:
-            requests = json.loads(bare)
-        except (ValueError, RecursionError):
-            return []
-        key, requests = ("arguments", requests) if isinstance(requests, list) else ("parameters", [requests])
-        keys = [each.keys() - {"id"} if isinstance(each, dict) else () for each in requests]
-        is_call = all(each == {"name", key} for each in keys) and all(isinstance(r["name"], str) for r in requests)
-        return [parse_arguments(request["name"], request[key]) for request in requests] if is_call else []
+        return _bare_json_calls(bare)
     if re.fullmatch(rf"(?>{_MISTRAL})+", text, re.DOTALL):
         return [parse_arguments(name, arguments) for name, arguments in re.findall(_MISTRAL, text, re.DOTALL)]
     match = re.fullmatch(r"\s*(?:<\|tool_call_start\|>)?(\[\w+\(.*\)\])(?:<\|tool_call_end\|>)?\s*", text, re.DOTALL)
     return _python_calls(match[1]) if match else []
+
+
+def _bare_json_calls(text: str) -> list[ParsedCall]:
+    """The calls of a text that is nothing but JSON: a list with ``arguments``, or one object with ``parameters``."""
+    try:
+        requests = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    key = "arguments"
+    if not isinstance(requests, list):
+        key = "parameters"
+        requests = [requests]
+    for request in requests:
+        keys = request.keys() - {"id"} if isinstance(request, dict) else set()
+        if keys != {"name", key} or not isinstance(request["name"], str):
+            return []
+    return [parse_arguments(request["name"], request[key]) for request in requests]
 
 
 def parse_arguments(name: str, arguments: Any) -> ParsedCall:

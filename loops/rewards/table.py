@@ -55,38 +55,69 @@ def score(
     Raises:
         ValueError: if a function needs a column that a row does not have, or two functions have the same name.
     """
+    functions = _reward_functions(rewards)
+    _score_missing(functions, samples, [sample.row or {} for sample in samples] if rows is None else rows)
+    scores: list[list[Any]] = [[sample.rewards[f.name] for f in functions] for sample in samples]
+    values = [[_number(value) for value in row] for row in scores]
+    given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(functions))
+    weight = torch.tensor([f.weight for f in functions], dtype=torch.float64)
+    group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
+
+    failed = [_has_failed(row, functions) for row in scores]
+    aborted = [sample.finish == "aborted" for sample in samples]
+    measured = given.masked_fill(torch.tensor(failed, dtype=torch.bool)[:, None], torch.nan)
+    compared = measured.masked_fill(torch.tensor(aborted, dtype=torch.bool)[:, None], torch.nan)
+    numbers = {}
+    for function, column in zip(functions, given.unbind(1), strict=True):
+        numbers[function.name] = column[~column.isnan()]
+    return RewardTable(
+        reward=compared,
+        group=group,
+        weight=weight,
+        total=_without_rounding(weighted_reward(compared, weight), group),
+        measured_total=_without_rounding(weighted_reward(measured, weight), group),
+        scores=scores,
+        numbers=numbers,
+    )
+
+
+def _reward_functions(rewards: Sequence[RewardFunction | Callable[..., Any]]) -> list[RewardFunction]:
+    """Each reward as a `RewardFunction`; ValueError if they are no list of functions."""
     if isinstance(rewards, Mapping):
         raise ValueError("score: wanted a list, got a mapping; weigh a function by RewardFunction(name, f, weight)")
     if callable(rewards) or isinstance(rewards, RewardFunction | str):
         raise ValueError("score: wanted a list of functions, got one that is in none; write it in brackets, [reward]")
-    for place, function in enumerate(rewards):
-        if not isinstance(function, RewardFunction | str) and not callable(function):
-            raise ValueError(f"score: wanted functions, got {function!r:.80} in place {place}")
-    functions = [f if isinstance(f, RewardFunction) else RewardFunction(name_of(f), f) for f in rewards]
-    rows = [sample.row or {} for sample in samples] if rows is None else rows
-    pending = [i for i, sample in enumerate(samples) if any(f.name not in sample.rewards for f in functions)]
+    functions = []
+    for place, reward in enumerate(rewards):
+        if isinstance(reward, RewardFunction):
+            functions.append(reward)
+        elif isinstance(reward, str) or callable(reward):
+            functions.append(RewardFunction(name_of(reward), reward))
+        else:
+            raise ValueError(f"score: wanted functions, got {reward!r:.80} in place {place}")
+    return functions
+
+
+def _score_missing(functions: Sequence[RewardFunction], samples: Sequence[Sample], rows: Sequence[Row]) -> None:
+    """Score the samples that some function has not scored yet; each sample keeps its scores."""
+    pending = []
+    for i, sample in enumerate(samples):
+        if any(f.name not in sample.rewards for f in functions):
+            pending.append(i)
     for columns in {tuple(rows[i]) for i in pending}:
         check_columns(functions, columns)
     if pending:
         run(score_samples(functions, [rows[i] for i in pending], [samples[i] for i in pending]))
-    scores: list[list[Any]] = [[sample.rewards[f.name] for f in functions] for sample in samples]
-    values = [[torch.nan if isinstance(score, str | None) else score for score in row] for row in scores]
-    given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(functions))
-    failed = [any(isinstance(row[i], str) and f.weight for i, f in enumerate(functions)) for row in scores]
-    aborted = [sample.finish == "aborted" for sample in samples]
-    measured = given.masked_fill(torch.tensor(failed, dtype=torch.bool)[:, None], torch.nan)
-    compared = measured.masked_fill(torch.tensor(aborted, dtype=torch.bool)[:, None], torch.nan)
-    weight = torch.tensor([f.weight for f in functions], dtype=torch.float64)
-    group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
-    return RewardTable(
-        compared,
-        group,
-        weight,
-        _without_rounding(weighted_reward(compared, weight), group),
-        _without_rounding(weighted_reward(measured, weight), group),
-        scores,
-        {f.name: column[~column.isnan()] for f, column in zip(functions, given.unbind(1), strict=True)},
-    )
+
+
+def _number(score: float | str | None) -> float:
+    """The score, or NaN for a word (it failed) and for None (it does not apply)."""
+    return torch.nan if isinstance(score, str | None) else score
+
+
+def _has_failed(scores: Sequence[float | str | None], functions: Sequence[RewardFunction]) -> bool:
+    """True if a function that has a weight gave a word instead of a score."""
+    return any(isinstance(score, str) and f.weight for score, f in zip(scores, functions, strict=True))
 
 
 def _without_rounding(total: Tensor, group: Tensor) -> Tensor:

@@ -152,11 +152,29 @@ class RolloutBuffer:
             examples = [example for group in self.split_groups(max_tokens, layout) for example in group]
         process: Any = accelerator or PartialState()
         plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
+        self._refuse_other_rollouts(plan)
+        tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
+        batches = []
+        for positions in plan[process.process_index]:
+            parts = [examples[position] for position in positions]
+            index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
+            columns = {name: column[index] for name, column in self.columns.items()}
+            batches.append(collate([self._example(part) for part in parts], columns, process.device))
+        return batches
+
+    def _example(self, completions: Sequence[int]) -> Example:
+        """One prompt with some of its completions, by their indices."""
+        prompt = self.samples[completions[0]].prompt
+        return Example(prompt, [self.samples[i].tokens for i in completions], [self.trained[i] for i in completions])
+
+    def _refuse_other_rollouts(self, plan: Any) -> None:
+        """Raise ValueError if ranks plan other micro-batches, or hold other completions or scores, than each other."""
         content = repr((plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples]))
-        checksums, rewards = zip(*gather_object([(crc32(content.encode()), self.reward.tolist())]), strict=True)
-        alike = len(set(checksums)) == 1
-        if alike and len(self):  # reward models may round otherwise on each rank
-            scores = torch.tensor(rewards).nan_to_num()
+        of_ranks = gather_object([(crc32(content.encode()), self.reward.tolist())])
+        alike = len({checksum for checksum, _ in of_ranks}) == 1
+        if alike and len(self):
+            # Reward models may round otherwise on each rank: a hundredth of the largest score is let through.
+            scores = torch.tensor([rewards for _, rewards in of_ranks]).nan_to_num()
             alike = bool((scores - scores[0]).abs().max() <= 0.01 * scores.abs().max())
         if not alike:
             raise ValueError(
@@ -164,19 +182,6 @@ class RolloutBuffer:
                 "and others never, or on the advantages of other scores; where a judge or chance scores, make and "
                 "score the rollout in one process: rollout = from_main(accelerator, function)"
             )
-        tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
-        samples, trained = self.samples, self.trained
-        batches = []
-        for positions in plan[process.process_index]:
-            parts = [examples[position] for position in positions]
-            index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
-            columns = {name: column[index] for name, column in self.columns.items()}
-            batch = [
-                Example(samples[part[0]].prompt, [samples[i].tokens for i in part], [trained[i] for i in part])
-                for part in parts
-            ]
-            batches.append(collate(batch, columns, process.device))
-        return batches
 
     def _cost(self, completions: Sequence[int], layout: Layout) -> int:
         """Tokens of an example, as `data.token_cost` counts them."""

@@ -25,7 +25,21 @@ def check_files(config: Any) -> None:
     Raises:
         ValueError: names the field, its value and what is wrong with it.
     """
-    results = [Path(config.output, name).resolve() for name in ("model", "adapter", "critic")] if config.output else []
+    _check_models(config)
+    _check_data(config)
+    _check_results_of_earlier_runs(config)
+    python = _value(config, "vllm.python")
+    if python is not None and shutil.which(python) is None:
+        raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
+    if config.output is not None and os.environ.get("RANK", "0") == "0":
+        _check_writable(Path(config.output))
+
+
+def _check_models(config: Any) -> None:
+    """Check each model that is named, and that the run does not write over one of them."""
+    results = []
+    if config.output:
+        results = [Path(config.output, name).resolve() for name in ("model", "adapter", "critic")]
     for field in ("model", "ref_model", "teacher.model", "value_model", "lora.path"):
         name = _value(config, field)
         if not isinstance(name, str) or not name:
@@ -33,28 +47,35 @@ def check_files(config: Any) -> None:
         if Path(name).resolve() in results:
             raise ValueError(f"output: this run would write over its {field}, {name}; name another directory")
         if field == "lora.path":
-            pass  # looked at where it is loaded
-        elif name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists():
+            continue  # looked at where it is loaded
+        if name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists():
             _check_model(field, Path(name))
-        elif field != "model":  # the tokenizer of that one is read next
+        elif field != "model":  # the tokenizer of the model is read next
             blaming(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
+
+
+def _check_data(config: Any) -> None:
+    """Check that data files and directories exist; a name that may be one on the Hub is not looked up."""
     for field in ("data", "eval_data"):
         name = _value(config, field)
-        path = re.split(r"[:@#\[]", name)[0] if isinstance(name, str) else ""
-        local = path and "*" not in path and (Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~")))
-        if local and not Path(path).exists():
+        if not isinstance(name, str):
+            continue
+        path = re.split(r"[:@#\[]", name)[0]
+        is_pattern = "*" in path
+        is_local = Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~"))
+        if path and is_local and not is_pattern and not Path(path).exists():
             raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
+
+
+def _check_results_of_earlier_runs(config: Any) -> None:
     left = {
         "teacher.logprobs": "a run with top_k leaves one, teacher-....safetensors, in its directory",
         "value_head": "a run leaves one, value_head.safetensors, in its directory",
     }
     for field, origin in left.items():
-        if (name := _value(config, field)) is not None and not Path(name).is_file():
+        name = _value(config, field)
+        if name is not None and not Path(name).is_file():
             raise DataError(f"{field}: {name}: no such file; {origin}")
-    if (python := _value(config, "vllm.python")) is not None and shutil.which(python) is None:
-        raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
-    if config.output is not None and os.environ.get("RANK", "0") == "0":
-        _check_writable(Path(config.output))
 
 
 def _value(config: Any, field: str) -> Any:
