@@ -86,6 +86,7 @@ def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_t
         closed.append(source)
         await close(source)
 
+    then_even.__module__ = online.__name__  # where the configuration looks for it
     monkeypatch.setattr(online, "even", then_even)
     monkeypatch.setattr(LocalSource, "close", then_close)
     with pytest.raises(Stopped) as stopped:
