@@ -1,6 +1,7 @@
 """``burnish <recipe> [--config file.yaml] [--any.field value]``"""
 
 import argparse
+import errno
 import gc
 import io
 import logging
@@ -262,4 +263,11 @@ def _message(error: Exception) -> str | None:
     ours = trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}.")
     if ours and isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError):
         return str(error)
-    return f"{error}; {where}" if isinstance(error, OSError) else None
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        from ..runs.checkpoint import remedy_of
+
+        reason, remedy = remedy_of(error) or ("", "")
+        return f"{error}: {reason}; {remedy}, and start again, with --resume true if steps were taken; {where}"
+    return f"{error}; {where}"

@@ -6,6 +6,7 @@ samples.parquet    the same fields as columns, `rewards` and `info` as JSON text
 
 import copy
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -16,8 +17,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..lines import damaged_of, parse, sift
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
 from .source import NamedWeights, refuse_closed
+
+log = logging.getLogger(__name__)
 
 _AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
 _SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
@@ -76,17 +80,15 @@ def open_sample_log(
     """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of every
     ``show_every``-th, also by ``log_table(name, step, columns, rows)``.
 
-    The first call drops recorded samples from its first task on: an earlier process of a resumed run drew them.
+    The first call drops recorded samples from its first task on: an earlier process of a resumed run drew them. Lines
+    that can't be read are set aside, and counted by a warning.
     """
     numbers = count()
 
     def write(samples: Sequence[Sample]) -> None:
         number = next(numbers)
-        if path is not None and number == 0 and path.exists():
-            partial = path.with_suffix(".partial.jsonl")
-            partial.unlink(missing_ok=True)
-            write_samples(partial, (sample for sample in read_samples(path) if sample.task < samples[0].task))
-            partial.replace(path)
+        if path is not None and number == 0:
+            _take_back(path, samples[0].task)
         if path is not None:
             write_samples(path, samples)
         if show_every and number % show_every == 0:
@@ -103,6 +105,24 @@ def open_sample_log(
             log_table("completions", version, columns, rows)
 
     return write
+
+
+def _take_back(path: Path, first: int) -> None:
+    """Remove the samples from a task on from a file, and set lines that can't be read aside."""
+
+    def keep(line: bytes) -> bool:
+        try:
+            sample = from_record(parse(line))
+            check_sample(sample)
+        except TypeError as error:
+            raise ValueError(f"not a sample: {error}") from error
+        return sample.task < first
+
+    if damaged := sift(path, keep):
+        log.warning(
+            "%s: %d of its lines can't be read and are in %s now; the run goes on without them",
+            *(path.name, damaged, damaged_of(path).name),
+        )
 
 
 class ReplaySource:

@@ -11,9 +11,10 @@ The batches of a step are a function of its number, so the step is the data curs
 
 import errno
 import logging
+import pickle
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,37 @@ log = logging.getLogger(__name__)
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves and loads without a group
 
 
+FORMAT = 1  # of state.pt; a later one is refused, one without a number is of the first versions
+_FULL = "the disk is full"
+# Errors of the system, or what safetensors and torch say in their place, with their cause and remedy.
+_REMEDIES: tuple[tuple[set[int], tuple[str, ...], str, str], ...] = (
+    (
+        {errno.ENOSPC, errno.EDQUOT},
+        ("No space left", "Disk quota exceeded", "failed writing file"),
+        _FULL,
+        "make room",
+    ),
+    (
+        {errno.EFBIG},
+        ("File too large",),
+        "the file would be larger than this process may write",
+        "raise that limit (ulimit -f unlimited)",
+    ),
+    (
+        {errno.EROFS},
+        ("Read-only file system",),
+        "the file system is read-only, as the kernel makes it after an error of the disk",
+        "have it mounted for writing",
+    ),
+    (
+        {errno.EPERM, errno.EACCES},
+        ("Operation not permitted", "Permission denied"),
+        "this user may not write it",
+        "give the right to (chmod, chown, or chattr -i where lsattr shows an i)",
+    ),
+)
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint, or another file of a run, could not be written, or no checkpoint could be read."""
 
@@ -54,23 +86,38 @@ def writing(what: str, directory: Path) -> Iterator[None]:
         yield
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         cause, by = _cause(error)
-        reason, remedy = "", ""
-        if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or any(
-            sign in str(cause)
-            for sign in ("No space left", "failed writing file")  # of safetensors, and of torch
-        ):
-            free = shutil.disk_usage(next(path for path in directory.parents if path.exists())).free / 2**20
-            reason, remedy = f": the disk is full ({free:.0f} MiB free)", "make room and "
-        elif isinstance(cause, dist.DistError) or any(sign in str(cause) for sign in ("gloo", "Connection closed")):
-            reason = ": another rank ended"
-        elif isinstance(cause, FileNotFoundError):
-            reason = ": it was removed, or is on no file system that all ranks share"
+        reason, remedy = _explained(cause, directory)
         newest = [path.name for path in _all(directory)]
         raise CheckpointError(
             f"{what} could not be written to {directory.parent}{by}{reason}. "
             f"{newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: {remedy}"
             f"start again with --resume true ({cause})"
         ) from error
+
+
+def remedy_of(cause: BaseException) -> tuple[str, str] | None:
+    """Why a file could not be written, and what to do about it; None where it is not known."""
+    number, text = getattr(cause, "errno", None), str(cause)
+    for numbers, signs, reason, remedy in _REMEDIES:
+        if number in numbers or any(sign in text for sign in signs):
+            return reason, remedy
+    return None
+
+
+def _explained(cause: BaseException, directory: Path) -> tuple[str, str]:
+    """Why something could not be written, and what to do before the run is started again, as parts of a sentence."""
+    text = str(cause)
+    if known := remedy_of(cause):
+        reason, remedy = known
+        if reason == _FULL:
+            free = shutil.disk_usage(next(path for path in directory.parents if path.exists())).free / 2**20
+            reason = f"{reason} ({free:.0f} MiB free)"
+        return f": {reason}", f"{remedy} and "
+    if isinstance(cause, dist.DistError) or any(sign in text for sign in ("gloo", "Connection closed")):
+        return ": another rank ended", ""
+    if isinstance(cause, FileNotFoundError):
+        return ": it was removed, or is on no file system that all ranks share", ""
+    return "", ""
 
 
 def replace(path: Path, content: str, *, mode: int | None = None) -> None:
@@ -130,7 +177,7 @@ def save(
         tensors = BlockingAsyncStager().stage(tensors)
     files = {f"random-{accelerator.process_index}.pt": dump(random_state())}
     if accelerator.is_main_process:
-        files["state.pt"] = dump({"step": step, "data": data, **rest})
+        files["state.pt"] = dump({"format": FORMAT, "step": step, "data": data, **rest})
     final, group = path_of(directory, step), gloo_group("checkpoint")
 
     def drop_older() -> None:
@@ -198,7 +245,7 @@ def load_newest(
     path = _newest_whole(directory, accelerator)
     if path is None:
         return 0
-    state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    state = _read_state(path, ("step", "data", *parts))
     if state["data"] != data:
         raise CheckpointError(
             f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
@@ -224,6 +271,34 @@ def load_newest(
     else:
         log.warning("checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators", path.name, rank)
     return int(state["step"])
+
+
+def _read_state(path: Path, needed: Sequence[str]) -> dict[str, Any]:
+    """What state.pt of a whole checkpoint holds.
+
+    Args:
+        needed: names of its parts.
+
+    Raises:
+        CheckpointError: if another version of burnish, or another program, has written it.
+    """
+    another = f"remove {path} to resume from the one before, or begin in another directory"
+    try:
+        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{path.name}: state.pt is no state of a run ({reason}); {another}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path.name}: state.pt is no state of a run but a {type(state).__name__}; {another}")
+    written = state.get("format", FORMAT)
+    if written != FORMAT:
+        raise CheckpointError(
+            f"{path.name}: it has format {written}, of another version of burnish, and this one reads format {FORMAT}; "
+            f"install that version, or {another}"
+        )
+    if missing := [name for name in needed if name not in state]:
+        raise CheckpointError(f"{path.name}: state.pt is no state of this run, it has no {missing[0]}; {another}")
+    return state
 
 
 def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:

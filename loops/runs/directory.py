@@ -1,6 +1,5 @@
 """The run directory: one run, one writer, and a configuration that must not change when the run is resumed."""
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -16,8 +15,10 @@ from accelerate import Accelerator
 from torch import nn
 
 from ..config import Common
+from ..lines import lines_of
 from ..redaction import redacted
 from .checkpoint import replace
+from .lock import locked
 from .ranks import from_main, meet
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ _FREE = {"resume", "output", "data", "eval_data", "steps", "epochs", "eval_every
 _FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "vllm", "parallel", "micro_tokens"}
 _FREE |= {"gradient_checkpointing", "keep_bytes", "backend", "layout", "attention"}
 _PLACES = {"model", "ref_model", "tokenizer"}
+_SPARE = ".config.yaml"  # beside config.yaml, in case that is damaged
+_CHECKSUM = b"# sha256 of the lines above: "
 
 
 @contextmanager
@@ -36,28 +39,18 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
     with the process at the latest. Every rank calls it.
 
     Raises:
-        ValueError: if another process trains in the directory, or has begun to since it was looked at, or its file
-            system has no locks.
+        ValueError: if another process trains in the directory, or has begun to since it was looked at.
         MainProcessError: on the other ranks, with its message.
     """
 
     def claim() -> None:
         directory = Path(config.output or "")
         directory.mkdir(parents=True, exist_ok=True)
-        lock = held.enter_context((directory / ".lock").open("w"))
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            message = f"output: another process trains in {directory}; wait for it, or name another directory"
-            raise ValueError(message) from error
-        except OSError as error:  # as of network file systems: ENOLCK, EOPNOTSUPP, ENOSYS
-            raise ValueError(
-                f"output: {directory} can't be locked against other runs ({error.strerror}); mount its file system "
-                "with locks (flock), or name a directory on another one"
-            ) from error
+        held.enter_context(locked(directory))
         if not config.resume:
             check_directory(config)
-        replace(directory / "config.yaml", description, mode=0o600)
+        replace(directory / "config.yaml", signed(description), mode=0o600)
+        replace(directory / _SPARE, signed(description), mode=0o600)
 
     with ExitStack() as held:
         meet()  # every rank has looked at the directory before the main process writes to it
@@ -77,35 +70,94 @@ def check_directory(config: Common) -> None:
     if config.output is None or not (path.exists() or saved):
         return
     if not config.resume:
-        lines = metrics.read_text().splitlines() if metrics.exists() else [""]
-        if not saved and all(line.startswith('{"step": 0,') for line in lines):
-            return  # a run that ended before its first step
+        if not saved and _ended_before_first_step(metrics):
+            return
         raise ValueError(
             f"output: {config.output} already holds a run; continue it (--resume true) or name another directory"
         )
     if not path.exists():  # its checkpoints were moved here
         return
     now = yaml.safe_load(to_yaml(config))
-    before: Any = None
-    with suppress(yaml.YAMLError):
-        before = yaml.safe_load(path.read_bytes())
-    if not isinstance(before, dict):
-        raise ValueError(f"resume: {path} is damaged; write the run's settings into it, or remove it to trust these")
-    for each in fields(config):  # an earlier version may have had fewer settings
-        default = _described(each.default if each.default_factory is MISSING else each.default_factory())
-        value = before.setdefault(each.name, default)
-        if isinstance(value, dict) and isinstance(default, dict):
-            before[each.name] = {**default, **value}
+    before = _settings_before(path, config, now)
+    if difference := _difference(before, now):
+        key, value = difference
+        raise ValueError(
+            f"resume: {config.output} was run with {key}={value!r}, now it is {now[key]!r}; "
+            + ("if it is the same one elsewhere, say so in config.yaml; " if key in _PLACES else "")
+            + "set it back, or name another output directory"
+        )
     for key in now:
-        if key not in _FREE and before.get(key) != now[key]:
-            raise ValueError(
-                f"resume: {config.output} was run with {key}={before.get(key)!r}, now it is {now[key]!r}; "
-                + ("if it is the same one elsewhere, say so in config.yaml; " if key in _PLACES else "")
-                + "set it back, or name another output directory"
-            )
         if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
             log.warning("resume: %s was %s, now it is %s: the learning rate continues as if it had always been so",
                         key, before.get(key), now[key])  # fmt: skip
+
+
+def _ended_before_first_step(metrics: Path) -> bool:
+    """True if a journal has nothing but what is measured before the first step."""
+    if not metrics.exists():
+        return False
+    with suppress(OSError):
+        return all(line.startswith(b'{"step": 0,') for line in lines_of(metrics))
+    return False
+
+
+def _settings_before(path: Path, config: Common, now: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run was begun with, from its file, or from the spare one if that was damaged.
+
+    A file that has not the checksum that it was written with was edited or damaged. If its spare one agrees with the
+    settings now, it does not matter which; if it agrees itself, as one does that was edited to, it is believed.
+
+    Raises:
+        ValueError: if neither of the files can be read.
+    """
+    written, intact = _read_settings(path, config)
+    spare, spare_intact = _read_settings(path.with_name(_SPARE), config)
+    if written is not None and (intact or not spare_intact):
+        if not intact and _has_checksum(path):
+            log.warning("resume: %s was edited or damaged since it was written; it is taken as it is", path)
+        return written
+    if spare is None or not spare_intact:
+        raise ValueError(f"resume: {path} is damaged; write the run's settings into it, or remove it to trust these")
+    if written is not None and _difference(spare, now) and not _difference(written, now):
+        log.warning("resume: %s was edited since it was written, and the settings now are those in it", path)
+        return written
+    log.warning("resume: %s was damaged or edited; the settings that the run began with are in %s", path, _SPARE)
+    return spare
+
+
+def _read_settings(path: Path, config: Common) -> tuple[dict[str, Any] | None, bool]:
+    """The settings in a file, None if there are none, and whether the file is as it was written."""
+    try:
+        content = path.read_bytes()
+        settings = yaml.safe_load(content)
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return None, False
+    if not isinstance(settings, dict):
+        return None, False
+    for each in fields(config):  # an earlier version may have had fewer settings
+        default = _described(each.default if each.default_factory is MISSING else each.default_factory())
+        value = settings.setdefault(each.name, default)
+        if isinstance(value, dict) and isinstance(default, dict):
+            settings[each.name] = {**default, **value}
+    body, _, checksum = content.rpartition(_CHECKSUM)
+    return redacted(settings), checksum.strip() == hashlib.sha256(body).hexdigest().encode()
+
+
+def _has_checksum(path: Path) -> bool:
+    return _CHECKSUM in path.read_bytes()
+
+
+def signed(description: str) -> str:
+    """Settings with a checksum, which tells a file that was damaged or edited from other settings."""
+    digest = hashlib.sha256(description.encode()).hexdigest()
+    return f"{description}{_CHECKSUM.decode()}{digest}\n"
+
+
+def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """The first setting that must not change and did, with its value before."""
+    changed = (key for key in now if key not in _FREE and before.get(key) != now[key])
+    key = next(changed, None)
+    return None if key is None else (key, before.get(key))
 
 
 def to_yaml(config: Common) -> str:

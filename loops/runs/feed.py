@@ -1,6 +1,7 @@
 """Micro-batches of a step from encoded data, on this rank's device; and values computed in one pass over the data."""
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,14 +10,18 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...data import Batches, Example, Stream, StreamBatches, example
 from ..batch import Batch, collate
-from .ranks import meet
+from .ranks import from_main, meet
 from .storage import sync
+
+log = logging.getLogger(__name__)
+
+_DIGEST = "sha256"  # of stored tokens, in the metadata of their file
 
 
 @dataclass
@@ -87,7 +92,7 @@ def stored_tokens(
     metadata: dict[str, str] | None = None,
 ) -> tuple[dict[str, list[Tensor]], dict[str, str]]:
     """Tensors of every trained token, by name a list with one per example, and metadata, read from ``path``; computed
-    and written there first unless it exists and may be reused. Every rank calls it.
+    and written there first unless it exists, is as it was written, and may be reused. Every rank calls it.
 
     Args:
         path: a safetensors file, written atomically by the main process: each tensor, over the tokens of all examples
@@ -95,7 +100,8 @@ def stored_tokens(
         feed: a feed whose first step is all of the data.
         compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
     """
-    if not (reuse and path.exists()):
+    reuse = from_main(accelerator, lambda: reuse and path.exists() and _is_whole(path))
+    if not reuse:
         computed: list[tuple[int, dict[str, Tensor]]] = []
         for indices in feed.plan(0):
             batch = feed.batch(indices)
@@ -109,12 +115,38 @@ def stored_tokens(
             tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
             tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
             partial = path.with_suffix(".partial")
-            save_file(tensors, partial, metadata=metadata)
+            save_file(tensors, partial, metadata={**(metadata or {}), _DIGEST: tensors_digest(tensors)})
             sync(partial)
             partial.replace(path)
+            sync(path.parent)
         meet()
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata() or {}
+        metadata = dict(file.metadata() or {})
+    metadata.pop(_DIGEST, None)
     counts = tensors.pop("length").tolist()
     return {name: list(torch.split(tensor, counts)) for name, tensor in tensors.items()}, metadata
+
+
+def _is_whole(path: Path) -> bool:
+    """False for a file of stored tokens that was damaged, which a warning says. One without a digest is not."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            written = (file.metadata() or {}).get(_DIGEST)
+        if written in (None, tensors_digest(tensors)) and "length" in tensors:
+            return True
+        reason = "its content has another sha256 than when it was written"
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        reason = str(error)
+    log.warning("%s is damaged: %s", path.name, reason)
+    return False
+
+
+def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of tensors, with their names and types, in any order."""
+    sha256 = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sha256.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+    return sha256.hexdigest()

@@ -1,11 +1,13 @@
 """Reports of a run: ``metrics.jsonl`` and trackers, a line for each step, and a plot of the metrics at the end."""
 
 import json
+import logging
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from ..config import Common
-from .checkpoint import replace, writing
+from ..lines import damaged_of, lines_of, parse, sift
+from .checkpoint import writing
+from .storage import sync
 from .trackers import for_trackers, open_trackers
 
+log = logging.getLogger(__name__)
+
+_UNSYNCED = 1.0  # seconds of a journal that a power cut may take
 _TOLD = ("loss", "nll", "reward", "accuracy", "rewards/accuracies", "rewards/margins")
 _SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
@@ -40,23 +47,29 @@ def journal(
     """
     main, path = accelerator.is_main_process, None if directory is None else directory / "metrics.jsonl"
     open_trackers(accelerator, config, start)
-    before = written(directory, start)
-    num_tokens = sum(json.loads(line).get("input_tokens", 0.0) for line in before)
+    num_tokens = 0.0
     if path is not None and main:
-        replace(path, "".join(before))
+        num_tokens = _take_back(path, start)
     console = Console()
     columns = ("step", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     disable = not (main and console.is_terminal)
     bar = Progress(*columns, "{task.description}", console=console, disable=disable)
     task = bar.add_task("", total=steps, completed=start)
     shown = -math.inf  # when the last line was
+    unsynced = False
+    synced = -math.inf  # when the journal was last flushed to the disk
 
-    def log(step: int, metrics: Mapping[str, float]) -> None:
-        nonlocal num_tokens, shown
+    def report(step: int, metrics: Mapping[str, float]) -> None:
+        nonlocal num_tokens, shown, synced, unsynced
         numbers = {name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()}
         if path is not None and main:
             with writing(f"step {step} of metrics.jsonl", path.parent / "checkpoints"), path.open("a") as file:
                 file.write(json.dumps({"step": step, **numbers}) + "\n")
+                unsynced = True
+                if step == steps or time.monotonic() - synced > _UNSYNCED:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    synced, unsynced = time.monotonic(), False
         num_tokens += numbers.get("input_tokens", 0.0)
         totals = {"epoch": step / steps_per_epoch, "num_tokens": num_tokens} if "loss" in numbers else {}
         accelerator.log(for_trackers(step, {**numbers, **totals}), step=step)
@@ -69,18 +82,73 @@ def journal(
 
     try:
         with nullcontext() if disable else bar:
-            yield log
+            yield report
     finally:
+        if unsynced and path is not None and path.is_file():
+            sync(path)
         for tracker in accelerator.trackers:  # `end_training` would end the process group as well
             tracker.finish()
 
 
-def written(directory: Path | None, start: int) -> list[str]:
-    """The lines of a journal up to the step that a run resumes from; none of a run that begins."""
-    path = (directory or Path()) / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if directory and start and path.exists() else []
-    # A process that was killed may have left half a line at the end.
-    return [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
+def _take_back(path: Path, start: int) -> float:
+    """Remove the lines after the step that a run resumes from, and set unreadable ones aside; a warning counts them.
+
+    Returns:
+        The number of tokens that the run has read.
+    """
+    num_tokens = 0.0
+    last = 0
+
+    def keep(line: bytes) -> bool:
+        nonlocal num_tokens, last
+        entry = parse_entry(line)
+        if start == 0 or entry["step"] > start:
+            return False
+        num_tokens += entry.get("input_tokens", 0.0)
+        last = max(last, entry["step"])
+        return True
+
+    with writing(path.name, path.parent / "checkpoints"):
+        damaged = sift(path, keep)
+        path.touch()
+        sync(path.parent)
+    if damaged and start:
+        log.warning(
+            "metrics.jsonl: %d of its lines can't be read and are in %s now; the run goes on without them",
+            *(damaged, damaged_of(path).name),
+        )
+    elif last < start:
+        log.warning("metrics.jsonl: it ends at step %d, and the run goes on from step %d", last, start)
+    return num_tokens
+
+
+def parse_entry(line: bytes) -> dict[str, Any]:
+    """A line of the journal: numbers by their names, ``step`` among them.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    entry = parse(line)
+    if not all(isinstance(value, int | float) for value in entry.values()):
+        raise ValueError("wanted numbers")
+    step = entry.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise ValueError(f"wanted a step, got {step!r}")
+    return entry
+
+
+def entries(path: Path) -> Iterator[dict[str, Any]]:
+    """The readable lines of a journal, one at a time; none if it can't be read."""
+    with suppress(OSError):
+        for line in lines_of(path):
+            with suppress(ValueError):
+                yield parse_entry(line)
+
+
+def written(directory: Path | None, start: int) -> Iterator[dict[str, Any]]:
+    """The readable entries of a journal up to the step that a run resumes from; none of a run that begins."""
+    if directory and start:
+        yield from (entry for entry in entries(directory / "metrics.jsonl") if entry["step"] <= start)
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
@@ -113,7 +181,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
 def read_curves(metrics: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     """Steps and values by metric and data set; held-out metrics share a panel with their training counterpart."""
     curves: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
-    for line in map(json.loads, metrics.read_text().splitlines()):
+    for line in entries(metrics):
         for name, value in line.items():
             if name not in _NOT_DRAWN and math.isfinite(value):
                 measured_on = "held out" if name.startswith("eval/") else "training"

@@ -52,6 +52,7 @@ class DirectoryWriter(FileSystemWriter):
         """On the main process, before any rank writes: make room, and the directory."""
         remove_partial(self.final.parent)
         self.partial.mkdir(parents=True)
+        sync(self.final.parent.parent)  # of the first one, the directory of all is new
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -142,6 +143,8 @@ def damage(path: Path, share: slice) -> str | None:
         manifest = json.loads((path / "manifest.json").read_text())
         if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
             return "manifest.json is not one"
+        if "state.pt" not in manifest:
+            return "manifest.json names no state.pt"
         if stray := {shard.name for shard in path.glob("*.safetensors")} - manifest.keys():
             return f"{min(stray)} is not in manifest.json"
         for name, digest in sorted(manifest.items())[share]:

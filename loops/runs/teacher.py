@@ -53,7 +53,9 @@ def open_teacher(
         return live, lambda data: {}
 
     def likeliest(batch: Batch) -> Mapping[str, Tensor]:
-        assert model is not None and config.top_k is not None
+        if model is None:
+            raise DataError(f"teacher.logprobs: {config.logprobs} can't be read; store them again (teacher.top_k)")
+        assert config.top_k is not None
         vocab = min(each.plain.config.get_text_config().vocab_size for each in (model, policy))  # beyond is padding
         if not 1 <= config.top_k <= vocab:
             raise ValueError(f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {config.top_k}")

@@ -1,6 +1,5 @@
 """The steps of an open run, one by one: the caller's loop around them is the callback system."""
 
-import json
 import logging
 import math
 import sys
@@ -97,7 +96,7 @@ class Training:
         self.metrics: dict[str, float] = {}
         self.best: int | None = None
         self.lowest = math.inf  # or the negative of the highest
-        for line in map(json.loads, written(self.directory, self.start)):
+        for line in written(self.directory, self.start):
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
                 self._is_best(line["step"], line)
         self._unused = weakref.finalize(self, self.resources.__exit__, None, None, None)  # unless it is iterated over

@@ -5,7 +5,7 @@ import dataclasses
 import json
 
 import pytest
-from burnish.loops.rollouts.replay import ReplaySource, read_samples, write_samples
+from burnish.loops.rollouts.replay import ReplaySource, open_sample_log, read_samples, write_samples
 from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, from_record, to_record
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError
@@ -75,6 +75,20 @@ def test_half_a_line_at_the_end_is_left_out_and_one_in_the_middle_is_named(tmp_p
     path.write_text(whole[:40] + "\n" + whole[40:])
     with pytest.raises(ValueError, match="sample number 1 can't be read: Expecting"):
         list(read_samples(path))
+
+
+@pytest.mark.parametrize("line", [b"{", b"[]", b"{}", b"\0\0", b'{"task": "\xff"}', b'{"task": 0}'])
+def test_a_line_that_cannot_be_read_is_set_aside_when_a_run_goes_on(line, tmp_path, caplog):
+    path = tmp_path / "samples.jsonl"
+    write_samples(path, STORED)
+    whole = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([whole[0], line + b"\n", *whole[1:]]))
+    new = completion(9, 0)
+    open_sample_log(path, 0)([new])
+    assert list(read_samples(path)) == [*(sample for sample in STORED if sample.task < 9), new]
+    assert (tmp_path / "samples.jsonl.damaged").read_bytes() == line + b"\n"
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "samples.jsonl: 1 of its lines can't be read" in warning
 
 
 def test_samples_are_read_one_at_a_time(tmp_path):

@@ -129,22 +129,72 @@ def test_a_file_system_that_can_not_sync_directories_is_used_as_it_is(number, fa
     assert checkpoint.load_newest(tmp_path, **parts) == (not fails)
 
 
+def test_nothing_but_an_empty_manifest_is_no_checkpoint(tmp_path, parts, caplog):
+    checkpoint.save(tmp_path, 1, **parts)
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002/manifest.json").write_text("{}")
+    assert checkpoint.load_newest(tmp_path, **parts) == 1
+    assert "step-00000002 is damaged and passed over: manifest.json names no state.pt" in caplog.text
+
+
+def rewritten(path, change):
+    """A checkpoint whose state is changed, and whose manifest agrees with that."""
+    state = torch.load(path / "state.pt", weights_only=True)
+    content = checkpoint.dump(change(state))
+    (path / "state.pt").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["state.pt"] = hashlib.sha256(content).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state | {"format": 99}, r"it has format 99, of another version .* reads format 1; install that"),
+        (lambda state: {k: v for k, v in state.items() if k != "step"}, "no state of this run, it has no step"),
+        (lambda state: {k: v for k, v in state.items() if k != "data"}, "no state of this run, it has no data"),
+        (lambda state: {k: v for k, v in state.items() if k != "optimizer"}, "it has no optimizer"),
+        (list, "state.pt is no state of a run but a list"),
+    ],
+)
+def test_a_state_of_another_version_or_kind_is_told_in_a_line(tmp_path, parts, change, says):
+    rewritten(checkpoint.save(tmp_path, 1, **parts), change)
+    with pytest.raises(checkpoint.CheckpointError, match=f"^step-00000001: .*{says}"):
+        checkpoint.load_newest(tmp_path, **parts)
+
+
+def test_a_state_that_is_no_file_of_torch_is_told_in_a_line(tmp_path, parts, monkeypatch):
+    monkeypatch.setattr(checkpoint, "dump", lambda state: memoryview(b"nothing of torch"))
+    checkpoint.save(tmp_path, 1, **parts)
+    monkeypatch.undo()
+    with pytest.raises(checkpoint.CheckpointError, match=r"state\.pt is no state of a run"):
+        checkpoint.load_newest(tmp_path, **parts)
+
+
+def test_a_state_of_the_first_versions_had_no_format(tmp_path, parts):
+    rewritten(checkpoint.save(tmp_path, 1, **parts), lambda state: {k: v for k, v in state.items() if k != "format"})
+    assert checkpoint.load_newest(tmp_path, **parts) == 1
+
+
 def test_what_was_half_written_is_no_checkpoint(tmp_path, parts):
     checkpoint.save(tmp_path, 1, **parts).rename(tmp_path / ".partial-step-00000001")
     assert checkpoint.load_newest(tmp_path, **parts) == 0
 
 
 @pytest.mark.parametrize(
-    ("owner", "call", "number", "full"),
+    ("owner", "call", "number", "reason", "remedy"),
     [
-        (os, "fsync", errno.ENOSPC, True),
-        (os, "fsync", errno.EDQUOT, True),
-        (os, "fsync", errno.EIO, False),
-        (Path, "open", errno.EROFS, False),
+        (os, "fsync", errno.ENOSPC, r": the disk is full \(\d+ MiB free\)", "make room and "),
+        (os, "fsync", errno.EDQUOT, r": the disk is full \(\d+ MiB free\)", "make room and "),
+        (os, "fsync", errno.EIO, "", ""),
+        (os, "fsync", errno.EFBIG, ": the file would be larger than this process may write", "raise that limit.* and "),
+        (Path, "open", errno.EROFS, ": the file system is read-only, .*", "have it mounted for writing and "),
+        (Path, "open", errno.EPERM, ": this user may not write it", "give the right to .* and "),
+        (Path, "open", errno.EACCES, ": this user may not write it", "give the right to .* and "),
     ],
 )
 def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
-    tmp_path, parts, monkeypatch, owner, call, number, full
+    tmp_path, parts, monkeypatch, owner, call, number, reason, remedy
 ):
     checkpoint.save(tmp_path, 1, **parts)
 
@@ -155,9 +205,8 @@ def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
     with pytest.raises(checkpoint.CheckpointError) as failed:
         checkpoint.save(tmp_path, 2, **parts)
     monkeypatch.undo()
-    cause, remedy = (r": the disk is full \(\d+ MiB free\)", "make room and ") if full else ("", "")
     assert re.fullmatch(
-        rf"checkpoint of step 2 could not be written to {tmp_path.parent}{cause}. step-00000001 is intact: {remedy}"
+        rf"checkpoint of step 2 could not be written to {tmp_path.parent}{reason}. step-00000001 is intact: {remedy}"
         rf"start again with --resume true \(\[Errno {number}\] {os.strerror(number)}\)",
         str(failed.value),
     )
@@ -170,6 +219,7 @@ def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
     [
         (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full"),
         (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "the disk is full"),
+        (SafetensorError("I/O error: File too large (os error 27)"), "the file would be larger than"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] writev [127.0.0.1]:38: Broken pipe"), "another rank ended"),
         (
             FileNotFoundError(errno.ENOENT, "No such file"),

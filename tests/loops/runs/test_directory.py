@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import yaml
 from burnish.loops.config import Lora
 from burnish.loops.recipes.settings import SFT
 from burnish.loops.recipes.sft import open_sft
-from burnish.loops.runs import checkpoint, context
+from burnish.loops.runs import checkpoint, context, lock
 from burnish.objectives import PerToken, Stats
 from forked import run_forked
 from online import prepare
@@ -152,7 +153,7 @@ def test_a_directory_has_one_writer(settings, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_is_told_from_another_writer(number, settings, monkeypatch):
+def test_a_file_system_without_locks_gets_a_file_with_a_heartbeat(number, settings, tmp_path, monkeypatch):
     usual = fcntl.flock
 
     def flock(file, operation):
@@ -161,10 +162,15 @@ def test_a_file_system_without_locks_is_told_from_another_writer(number, setting
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    message = rf"can't be locked against other runs \({os.strerror(number)}\); mount its file system with locks"
-    with pytest.raises(ValueError, match=message) as caught:
-        open_sft(SFT(**settings)).train()
-    assert "another process" not in str(caught.value) and "another one" in str(caught.value)
+    monkeypatch.setattr(lock, "_POLL", 0.05)
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    (tmp_path / "run").mkdir()
+    with lock.heartbeat(tmp_path / "run"):
+        with pytest.raises(ValueError, match=f"output: process {os.getpid()} on .* trains in .*wait for it, or name"):
+            open_sft(SFT(**settings)).train()
+        assert not list(tmp_path.glob("run/checkpoints"))
+    open_sft(SFT(**settings)).train()
+    assert not list(tmp_path.glob("run/.lock.owner*"))
 
 
 def test_of_two_runs_that_begin_at_once_one_is_refused(settings, monkeypatch):
@@ -188,6 +194,7 @@ def test_settings_that_came_later_have_their_defaults_in_an_older_run(settings, 
     for group, name in ((written, "max_grad_norm"), (written["lora"], "alpha"), (written, "report_to")):
         del group[name]
     path.write_text(yaml.safe_dump(written))
+    (tmp_path / "run/.config.yaml").unlink()
     with pytest.raises(ValueError, match=r"was run with max_grad_norm=1\.0, now it is 2\.0"):
         open_sft(SFT(**settings, resume=True, max_grad_norm=2.0)).train()
     open_sft(SFT(**settings, resume=True)).train()
@@ -195,11 +202,54 @@ def test_settings_that_came_later_have_their_defaults_in_an_older_run(settings, 
 
 
 @pytest.mark.parametrize("content", ["", "steps: [1, 2\n"])
-def test_a_damaged_configuration_is_told_in_a_line(content, settings, tmp_path, monkeypatch):
+def test_a_damaged_configuration_without_its_spare_one_is_told_in_a_line(content, settings, tmp_path, monkeypatch):
     stopped_at(2, settings, monkeypatch)
     (tmp_path / "run/config.yaml").write_text(content)
+    (tmp_path / "run/.config.yaml").unlink()
     with pytest.raises(ValueError, match=r"resume: .*config\.yaml is damaged; write the run's settings into it"):
         open_sft(SFT(**settings, resume=True)).train()
+
+
+def warnings_of(caplog, word):
+    return [record.getMessage() for record in caplog.records if word in record.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.replace(b"shuffle: true", b"shuffle: tsue"),
+        lambda content: content.replace(b"seed: 0", b"seed: 1"),
+        lambda content: content[: len(content) // 2],
+        lambda content: bytes(len(content)),
+        lambda content: b"\xff" + content[1:],
+        lambda content: b"",
+    ],
+)
+def test_a_damaged_configuration_is_not_blamed_on_the_settings(damage, settings, tmp_path, monkeypatch, caplog):
+    stopped_at(2, settings, monkeypatch)
+    path = tmp_path / "run/config.yaml"
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    open_sft(SFT(**settings, resume=True)).train()
+    assert len(warnings_of(caplog, "config.yaml was damaged or edited; the settings that the run began with")) == 1
+    text = re.sub("resume: .*\n|# sha.*", "", whole.decode())
+    assert re.sub("resume: .*\n|# sha.*", "", path.read_text()) == text
+
+
+def test_changed_settings_are_told_though_the_configuration_was_damaged(settings, tmp_path, monkeypatch):
+    stopped_at(2, settings, monkeypatch)
+    (tmp_path / "run/config.yaml").write_bytes(b"\0" * 99)
+    with pytest.raises(ValueError, match="was run with seed=0, now it is 3; set it back"):
+        open_sft(SFT(**settings, resume=True, seed=3)).train()
+
+
+def test_a_configuration_that_was_edited_to_the_settings_now_is_believed(settings, tmp_path, monkeypatch, caplog):
+    stopped_at(2, settings, monkeypatch)
+    path = tmp_path / "run/config.yaml"
+    path.write_text(path.read_text().replace("max_grad_norm: 1.0", "max_grad_norm: 2.0"))
+    open_sft(SFT(**settings, resume=True, max_grad_norm=2.0)).train()
+    assert len(warnings_of(caplog, "was edited since it was written, and the settings now are those in it")) == 1
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])

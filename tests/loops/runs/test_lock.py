@@ -1,0 +1,109 @@
+"""The lock of a directory on a file system that has none: a file that its owner rewrites."""
+
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+
+import pytest
+from burnish.loops.runs import lock
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(lock, "BEAT", 0.05)
+    monkeypatch.setattr(lock, "STALE", 0.5)
+    monkeypatch.setattr(lock, "_POLL", 0.05)
+
+
+def left_by(path, **owner):
+    """The file of a process that was killed."""
+    (path / ".lock.owner").write_text(json.dumps({"token": "other", "beat": "000000000003", **owner}))
+
+
+def held(path):
+    return json.loads((path / ".lock.owner").read_text())
+
+
+def test_an_owner_that_is_alive_is_waited_for_by_nobody(tmp_path):
+    with (
+        lock.heartbeat(tmp_path),
+        pytest.raises(ValueError, match=f"process {os.getpid()} on {socket.gethostname()} trains in"),
+        lock.heartbeat(tmp_path),
+    ):
+        raise AssertionError("two owners")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_whose_owner_is_silent_is_taken_over(tmp_path, caplog):
+    left_by(tmp_path, host="another-machine", pid=1)
+    begun = time.monotonic()
+    with lock.heartbeat(tmp_path):
+        assert held(tmp_path)["pid"] == os.getpid() and time.monotonic() - begun >= 0.5
+    assert list(tmp_path.iterdir()) == [] and "is taken over" in caplog.text
+
+
+def test_a_lock_of_a_process_that_has_ended_here_is_taken_over_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE", 60.0)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left_by(tmp_path, host=socket.gethostname(), pid=ended.pid)
+    with lock.heartbeat(tmp_path):
+        assert held(tmp_path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 64, b"[1]", b'{"pid": "x"}'])
+def test_a_lock_that_was_damaged_is_taken_over(content, tmp_path):
+    (tmp_path / ".lock.owner").write_bytes(content)
+    with lock.heartbeat(tmp_path):
+        assert held(tmp_path)["pid"] == os.getpid()
+
+
+def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
+    left_by(tmp_path, host="another-machine", pid=1)
+    inside, most, won = [], [], []
+
+    def contend():
+        try:
+            with lock.heartbeat(tmp_path):
+                inside.append(1)
+                most.append(len(inside))
+                won.append(1)
+                time.sleep(1.5)  # longer than the others wait
+                inside.pop()
+        except ValueError:
+            pass
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) == 1 and len(won) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_owner_that_stood_still_and_lost_its_lock_ends(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    with lock.heartbeat(tmp_path):
+        left_by(tmp_path, host="another-machine", pid=1)
+        until = time.monotonic() + 10
+        while not sent and time.monotonic() < until:
+            time.sleep(0.05)
+    assert sent and held(tmp_path)["token"] == "other", "the lock is the other's"
+
+
+def test_a_lock_file_that_is_removed_while_it_is_opened_is_not_held_alone(tmp_path, monkeypatch):
+    usual, removed = lock.fcntl.flock, []
+
+    def flock(file, operation):
+        if not removed:
+            removed.append((tmp_path / ".lock").unlink())
+        usual(file, operation)
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with lock.locked(tmp_path), pytest.raises(ValueError, match="another process trains in"), lock.locked(tmp_path):
+        raise AssertionError("two owners")
