@@ -104,6 +104,12 @@ def test_the_links_of_a_page_resolve(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
+def test_the_files_that_a_page_names_exist(page):
+    for path in re.findall(r"`([a-z]+/[\w./-]+\.(?:py|yaml|sh|md))`", text(page)):
+        assert (ROOT / path).exists(), f"{page} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
 def test_a_page_is_narrow_and_begins_with_its_title(page):
     lines = text(page).splitlines()
     assert lines[0].startswith("# ")
