@@ -32,8 +32,6 @@ def token_covariance(logp: PerToken, advantage: PerToken) -> PerToken:
     Paper: Cui et al. 2025, arXiv:2505.22617.
     """
     same_shape("token_covariance", logp=logp, advantage=advantage)
-    if logp.numel() == 0:
-        return torch.zeros_like(logp)
     return (logp - logp.mean()) * (advantage - advantage.mean())
 
 
@@ -107,7 +105,5 @@ def kl_cov(
 
 
 def _share_of(x: Tensor, share: float) -> int:
-    """How many entries a share of them is: at least one, unless the share is 0 or there is none."""
-    if share == 0 or x.numel() == 0:
-        return 0
-    return max(1, int(share * x.numel()))
+    """How many entries a share of them is: at least one, unless the share is 0."""
+    return max(1, int(share * x.numel())) if share > 0 else 0

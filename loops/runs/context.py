@@ -63,6 +63,7 @@ class RunContext(Generic[Model]):
         records, eval_records: the parts of the data that the examples were made from.
         stream: the source of every step's examples, if the data are streamed; ``data`` holds those of the first step.
         description: the configuration as it was opened, in YAML; see `to_yaml`.
+        encode: makes examples of further records, as ``data`` was made.
         synced: the reference, if it follows the policy.
     """
 
@@ -76,6 +77,7 @@ class RunContext(Generic[Model]):
     eval_records: Sequence[Records] = ()
     stream: Stream | None = None
     description: str = ""
+    encode: Callable[[list[Records]], tuple[Dataset, Accounting]] | None = None
     synced: SyncedReference | None = field(default=None, init=False)
 
     @property
@@ -138,6 +140,22 @@ class RunContext(Generic[Model]):
             ranks=ranks,
         )
         return Feed(data, batches, rank, accelerator.device, per_token=computed, **options)
+
+    def held_out(self, rows: Any, **options: Any) -> Feed:
+        """Further rows, encoded as ``data`` was, as one step; every rank calls it with the same rows.
+
+        Raises:
+            ValueError: if the reference's log-probs were computed before training, when it was the policy.
+        """
+        if getattr(self.config, "reference", None) == "precompute" and self.config.ref_model is None:
+            raise ValueError(
+                "evaluate: the reference was the policy before training, of which only the log-probs of data and "
+                "eval_data are left; pass these rows as eval_data, or set reference to copy"
+            )
+        assert self.encode is not None  # set by `open_run`
+        records, _ = load_data(rows, seed=self.config.seed)
+        data, _ = self.encode(records)
+        return self.feed(data, whole=True, **options)
 
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
@@ -203,7 +221,9 @@ class RunContext(Generic[Model]):
             raise ValueError("loss: every coefficient is 0, so nothing would be learned; give one above 0")
         if feed is None:
             evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
-            feed, options = self.feed(self.data, **options), {"evaluation": evaluation}
+            held_out = partial(self.held_out, **options)
+            feed = self.feed(self.data, **options)
+            options = {"evaluation": evaluation, "held_out": held_out}
         if config.eval_every and options.get("evaluation") is None:
             log.warning("eval_every: there is no eval_data, so nothing is evaluated")
         if config.warmup >= max(feed.steps, 1):
@@ -266,7 +286,7 @@ def open_run(
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
     param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
     wrapped = make(model, **({} if mesh is None else {"mesh": mesh, "param_dtype": param_dtype}))
-    run = RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description)
+    run = RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description, encoded)
     chosen = [] if config.eos_token is None else [tokenizer.eos_token_id]
     run.end_with({*chosen, *accounting.end_tokens})
     return run

@@ -51,6 +51,7 @@ class Training:
         losses: all losses, including those that are only measured.
         read: computes the tensors of a batch that the losses take.
         feed: ``feed(step)`` gives the micro-batches of a step, of ``feed.steps`` in all.
+        held_out: makes a feed of further rows to evaluate on; None in online recipes.
         evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
         memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
             ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
@@ -68,6 +69,7 @@ class Training:
     read: TensorReader
     feed: Any
     evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None
+    held_out: Callable[[Any], Feed] | None = None
     memory: Any = None
     report: Callable[[], Mapping[str, float]] = dict
     save: Callable[[], None] = lambda: None
@@ -245,22 +247,30 @@ class Training:
             every = math.ceil(every * self.feed.steps)
         return step % every == 0
 
-    def evaluate(self) -> dict[str, float]:
-        """The metrics ``eval/...`` of the model as it is, on ``eval_data``. Every rank calls it.
+    def evaluate(self, rows: Any = None) -> dict[str, float]:
+        """The metrics ``eval/...`` of the model as it is, on ``eval_data`` or on these rows. Every rank calls it.
+
+        Args:
+            rows: what ``eval_data`` may be: a list of rows, a file, a Dataset. Not in online recipes.
 
         Raises:
-            ValueError: if the run has no ``eval_data``.
+            ValueError: if there are neither rows nor ``eval_data``, or the recipe can't evaluate rows.
         """
-        if self.evaluation is None:
+        evaluation = self.evaluation
+        if rows is not None:
+            if self.held_out is None:
+                raise ValueError("evaluate: an online recipe samples the completions of eval_data; pass rows as that")
+            evaluation = self.held_out(rows)
+        if evaluation is None:
             raise ValueError("evaluate: this run has no held-out data; give it some, eval_data=rows or eval_data=0.1")
         AcceleratorState._shared_state.update(vars(self.context.accelerator.state))
         metrics: Mapping[str, float] = {}
         with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
-            if isinstance(self.evaluation, Feed):
-                batches, policy = self.evaluation(0), self.state["policy"]
+            if isinstance(evaluation, Feed):
+                batches, policy = evaluation(0), self.state["policy"]
                 metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
             else:
-                metrics = self.evaluation(self.step)
+                metrics = evaluation(self.step)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _evaluate(self) -> bool:

@@ -76,9 +76,35 @@ def test_a_model_is_evaluated_without_a_step_as_a_run_evaluates_it_before_the_fi
     getattr(burnish, recipe)(str(saved), rows, str(tmp_path / "run"), **settings).train()
     first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert before and {name: first[name] for name in before} == before and first["step"] == 0
+    if recipe == "grpo":
+        with pytest.raises(ValueError, match=r"^evaluate: an online recipe samples the completions of eval_data; pass"):
+            getattr(burnish, recipe)(str(saved), rows, **settings).evaluate(rows[:4])
     without = getattr(burnish, recipe)(str(saved), rows, **{**settings, "eval_data": None})
     with pytest.raises(ValueError, match=r"^evaluate: this run has no held-out data; give it some, eval_data=rows"):
         without.evaluate()
+
+
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "kto"])
+def test_rows_can_be_evaluated_after_a_step_as_held_out_data_are(recipe, saved, tmp_path):
+    rows, options = RECIPES[recipe]
+    settings = {"steps": 2, "learning_rate": 1e-2, **options}
+    run = getattr(burnish, recipe)(str(saved), rows, **settings, eval_data=rows[:3])
+    before = run.evaluate()
+    run.train()
+    after = run.evaluate()
+    assert after != before
+    without = getattr(burnish, recipe)(str(saved), rows, **settings)
+    assert without.evaluate(rows[:3]) == before
+    without.train()
+    assert without.evaluate(rows[:3]) == after
+    assert without.evaluate(write_rows(tmp_path / "held_out.jsonl", rows[:3])) == after
+
+
+def test_rows_are_not_evaluated_against_a_reference_that_is_gone(saved, tmp_path):
+    rows, _ = RECIPES["dpo"]
+    run = burnish.dpo(str(saved), rows, str(tmp_path / "run"), steps=1, reference="precompute")
+    with pytest.raises(ValueError, match=r"^evaluate: the reference was the policy before training"):
+        run.evaluate(rows[:3])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

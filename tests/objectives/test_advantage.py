@@ -378,7 +378,7 @@ def optimal_token(
 
 def token_draw() -> tuple[list[int], list[int], Tensor, Tensor, Tensor]:
     """Six completions, one of them without a token; group 4 is alone, group 2 has an unscored one."""
-    lengths, group = [3, 5, 0, 2, 4, 1, 3], [2, 2, 2, 2, 3, 4, 3]
+    lengths, group = [3, 5, 0, 2, 4, 2, 3], [2, 2, 2, 2, 3, 4, 3]
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
     pi, other, reward = torch.rand(3, total, generator=generator, dtype=torch.float64)

@@ -83,6 +83,7 @@ def test_kl_cov_takes_the_share_of_largest_covariance() -> None:
     assert int(cov.kl_cov_mask(COVARIANCE, share=1e-9).sum()) == 1
     assert not cov.kl_cov_mask(COVARIANCE, share=0.0).any()
     assert cov.kl_cov_mask(torch.ones(4), share=0.5).tolist() == [True, True, False, False]
+    assert cov.kl_cov_mask(torch.ones(1), share=0.5).tolist() == [True]
     assert cov.kl_cov_mask(COVARIANCE.view(20, 10), share=0.05).shape == (20, 10)
 
 
@@ -138,6 +139,13 @@ def test_kl_cov_of_no_penalized_token_is_policy_gradient_and_tokens_do_not_inter
     torch.testing.assert_close(cov.kl_cov(LOGP, old, ADVANTAGE, none)[0], free)
     one = torch.arange(200) == 7
     assert torch.equal(cov.kl_cov(LOGP, old, ADVANTAGE, one)[0] != free, one)
+
+
+def test_the_penalty_of_kl_cov_has_a_coefficient_of_one_and_bounds_may_be_equal() -> None:
+    every = torch.ones(200, dtype=torch.bool)
+    stated, _ = cov.kl_cov(LOGP, LOGP - 1, ADVANTAGE, every, beta=1.0)
+    assert torch.equal(cov.kl_cov(LOGP, LOGP - 1, ADVANTAGE, every)[0], stated)
+    assert cov.clip_cov_mask(COVARIANCE, UNIFORM, low=1.0, high=1.0).all()
 
 
 def test_gradcheck() -> None:
