@@ -21,6 +21,9 @@ CONFIG = {
 
 
 class _Server(ThreadingHTTPServer):
+    def handle_error(self, request, address):
+        """Say nothing: clients hang up on what takes too long."""
+
     request_queue_size = 128  # of 5, some of a dozen connections at once wait a second for the kernel's next attempt
 
 
