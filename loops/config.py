@@ -387,6 +387,9 @@ class Common(Settings):
     for the highest, as in max:eval/reward. Every new best is saved."""
     resume: bool = False
     """Continue from the newest whole checkpoint in `output`, with the same final weights as an uninterrupted run."""
+    hang_seconds: NonNegativeFloat | None = 600.0
+    """Seconds after which a run of several ranks is ended with status 75, because one of them is silent or none of them
+    moves; also the longest wait for ranks to start. 0 or null waits on."""
     report_to: str | list[str] | None = None
     """Accelerate's trackers, such as tensorboard or wandb; none for no tracker."""
     project: str | None = None

@@ -100,7 +100,8 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "rloo_whitened": "rloo @online @split --scale batch --loss reinforce",
     "ppo_critic": "ppo @online @split --value_model @teacher --loss '{clipped_surrogate: 1, entropy_bonus: 0.01}'",
 }  # fmt: skip
-SKIPPED = ("step", "seconds", "sampling/seconds")  # fields of a line of metrics that are no results
+# Fields of a line of metrics that are no results.
+SKIPPED = ("step", "seconds", "sampling/seconds", "ranks/slowest", "ranks/excess_seconds")
 # Regular expression -> replacement, for names of cases and numbers in an older file.
 RENAMED = {"answer_surrogate": "completion_surrogate"}
 ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"} | dict.fromkeys(

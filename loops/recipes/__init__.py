@@ -26,5 +26,8 @@ def settings_of(recipe: str) -> Any:
 
 
 def opener(recipe: str) -> Any:
+    """The function that opens a run of the recipe, on all ranks or on none."""
+    from ..runs.ranks import opening
+
     module, _, function = RECIPES[recipe][1].partition(":")
-    return getattr(import_module(f".{module}", __name__), function)
+    return opening()(getattr(import_module(f".{module}", __name__), function))

@@ -21,7 +21,8 @@ from accelerate import Accelerator
 from ..rollouts.event_loops import EventLoop, gather_or_cancel, off_loop
 from ..rollouts.sample import Request, Sample, check_request
 from ..rollouts.source import NamedWeights, RolloutSource, SourceError, refuse_closed
-from ..runs.ranks import RankLost, gloo_group, leading, receive, send
+from ..runs.liveness import RankLost
+from ..runs.ranks import gloo_group, leading, receive, send
 
 _PARTING = 10.0  # seconds in which another rank should stop sampling
 

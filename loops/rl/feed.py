@@ -19,6 +19,7 @@ from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken, refuse_silent
 from ..rewards.table import RewardMonitor, reward_metrics, score
 from ..rollouts.sample import Sample, from_record, to_record
+from ..runs.liveness import at, may_stand
 from ..runs.ranks import from_main
 from .buffer import RolloutBuffer
 from .context import RLContext
@@ -69,7 +70,8 @@ class RolloutFeed:
         config, context, rollout, select = self.config, self.context, self.rollout, self.select
         number, step_of_rollout = divmod(step, self.steps_per_rollout)
         if rollout is None or number != self.step // self.steps_per_rollout:
-            groups, sampling_metrics = from_main(context.accelerator, lambda: self._take(number), context.follow)
+            with at("sampling"):
+                groups, sampling_metrics = from_main(context.accelerator, lambda: self._take(number), context.follow)
             rollout = self._buffer(groups, number)
             if self.measure is not None:
                 self._measure(rollout, self.measure)
@@ -135,7 +137,8 @@ class RolloutFeed:
         assert self.scheduler is not None
         self.scheduler.publish()
         for _ in range(PATIENCE if self.dynamic_sampling else 1):
-            groups = self.scheduler.take(wanted - len(kept), step=number)
+            with may_stand(self._longest_wait):
+                groups = self.scheduler.take(wanted - len(kept), step=number)
             if self.rollout is None and not sampled:
                 first = list(chain.from_iterable(groups))
                 refuse_failing(self.scheduler.source, first)
@@ -164,6 +167,12 @@ class RolloutFeed:
         # The mean over all samples: over varied groups alone it stays near 0.5 and hides progress.
         reward = float(score(rewards, samples).measured_total.nanmean())
         return kept, metrics if math.isnan(reward) else {**metrics, "reward/sampled": reward}
+
+    @property
+    def _longest_wait(self) -> float:
+        """Seconds for which servers and rewards may leave the main process without an answer, by their own settings."""
+        server = 0.0 if self.config.source == "policy" else self.config.vllm.patience
+        return max([server, *(reward.timeout for reward in self.context.rewards)])
 
     def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:
         """Set the columns of ``measure``, on every rank, each example computed by one of them."""

@@ -35,11 +35,13 @@ from ..registry import nearest
 from ..train import optimizers
 from ..train.losses import TensorReader, Term
 from ..train.mix import STEP_COUPLED
+from .agreement import check_agreement
 from .directory import check_directory, to_yaml
 from .feed import Feed, stored_tokens
+from .liveness import open_watch
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
-from .ranks import gloo_group, main_first
+from .ranks import from_main, gloo_group, main_first
 from .reference import Reference, SyncedReference, load_reference, make_reference
 from .training import Training
 
@@ -307,7 +309,6 @@ def open_accelerator(config: Common) -> Accelerator:
     settings contradict each other or what is installed."""
     config.refuse_contradictions()
     check_launcher()
-    check_files(config)
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
     named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
     trackers = [name for name in named if name != "none"]
@@ -317,6 +318,7 @@ def open_accelerator(config: Common) -> Accelerator:
         if name != "all" and name not in map(str, get_available_trackers()):
             raise ValueError(f"report_to: {name} is not installed; install it, or leave it out")
     optimizers.check(config)
+    watched = open_watch(config.hang_seconds)
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
@@ -325,7 +327,11 @@ def open_accelerator(config: Common) -> Accelerator:
         # Cached casts of weights would add up to the whole model on each rank.
         kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.copy_size == 1)],
     )
+    if not watched:
+        open_watch(config.hang_seconds)
     gloo_group("control")
+    check_agreement(config, accelerator)  # before anything else may end, or wait, on one rank alone
+    check_files(config)
     # Its own: the shared one is changed by runs of another precision, and by the `TrainingArguments` of transformers.
     accelerator.state.__dict__ = dict(vars(accelerator.state))
     check_ranks(config, accelerator)
@@ -333,5 +339,5 @@ def open_accelerator(config: Common) -> Accelerator:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     accelerator.gradient_state._set_sync_gradients(True)  # left by a run that failed between two micro-batches
     set_seed(config.seed)
-    check_directory(config)
+    from_main(accelerator, lambda: check_directory(config))
     return accelerator

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # its data by content, not by path; and a step is the same, but for rounding, however its memory and ranks are used.
 _FREE = {"resume", "output", "data", "eval_data", "steps", "epochs", "eval_every", "report_to", "project", "run_name"}
 _FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "vllm", "parallel", "micro_tokens"}
-_FREE |= {"gradient_checkpointing", "keep_bytes", "backend", "layout", "attention"}
+_FREE |= {"gradient_checkpointing", "keep_bytes", "backend", "layout", "attention", "hang_seconds"}
 _PLACES = {"model", "ref_model", "tokenizer"}
 _SPARE = ".config.yaml"  # beside config.yaml, in case that is damaged
 _CHECKSUM = b"# sha256 of the lines above: "

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ...data import Batches, Example, Stream, StreamBatches, example
 from ..batch import Batch, collate
-from .ranks import from_main, meet
+from .ranks import from_main, gather_to_main, on_main, tensors_from_main
 from .storage import sync
 
 log = logging.getLogger(__name__)
@@ -94,38 +93,56 @@ def stored_tokens(
     """Tensors of every trained token, by name a list with one per example, and metadata, read from ``path``; computed
     and written there first unless it exists, is as it was written, and may be reused. Every rank calls it.
 
+    The main process alone looks at the file, and sends what is in it: the others may see the disk as it was before.
+
     Args:
-        path: a safetensors file, written atomically by the main process: each tensor, over the tokens of all examples
-            in their order, and ``length``, the number of tokens of each example.
+        path: a safetensors file, written atomically: each tensor, over the tokens of all examples in their order, and
+            ``length``, the number of tokens of each example.
         feed: a feed whose first step is all of the data.
         compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
     """
-    reuse = from_main(accelerator, lambda: reuse and path.exists() and _is_whole(path))
-    if not reuse:
-        computed: list[tuple[int, dict[str, Tensor]]] = []
-        for indices in feed.plan(0):
-            batch = feed.batch(indices)
-            lengths = [sum(map(sum, example.trained)) for example in batch.examples]
-            parts = {name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()}
-            computed += [(index, {name: part[i] for name, part in parts.items()}) for i, index in enumerate(indices)]
-        by_index = dict(gather_object(computed))  # ranks may have computed the same ones
-        examples = [by_index[index] for index in sorted(by_index)]
-        if accelerator.is_main_process:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
-            tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
-            partial = path.with_suffix(".partial")
-            save_file(tensors, partial, metadata={**(metadata or {}), _DIGEST: tensors_digest(tensors)})
-            sync(partial)
-            partial.replace(path)
-            sync(path.parent)
-        meet()
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = dict(file.metadata() or {})
-    metadata.pop(_DIGEST, None)
+    if not from_main(accelerator, lambda: reuse and path.exists() and _is_whole(path)):
+        computed = gather_to_main(accelerator, _computed(feed, compute))
+        on_main(accelerator, lambda: _store(path, computed, metadata))
+    tensors: dict[str, Tensor] = {}
+
+    def read() -> dict[str, str]:
+        with safe_open(path, framework="pt") as file:
+            tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            return dict(file.metadata() or {})
+
+    stored = from_main(accelerator, read)
+    tensors = tensors_from_main(accelerator, tensors)
+    stored.pop(_DIGEST, None)
     counts = tensors.pop("length").tolist()
-    return {name: list(torch.split(tensor, counts)) for name, tensor in tensors.items()}, metadata
+    return {name: list(torch.split(tensor, counts)) for name, tensor in tensors.items()}, stored
+
+
+def _computed(feed: Feed, compute: Callable[[Batch], Mapping[str, Tensor]]) -> list[tuple[int, dict[str, Tensor]]]:
+    """The tensors of each example of this rank's part of the first step, and its index."""
+    computed: list[tuple[int, dict[str, Tensor]]] = []
+    for indices in feed.plan(0):
+        batch = feed.batch(indices)
+        lengths = [sum(map(sum, example.trained)) for example in batch.examples]
+        parts = {name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()}
+        computed += [(index, {name: part[i] for name, part in parts.items()}) for i, index in enumerate(indices)]
+    return computed
+
+
+def _store(
+    path: Path, computed: Sequence[list[tuple[int, dict[str, Tensor]]]], metadata: dict[str, str] | None
+) -> None:
+    """Write what all ranks have computed; some of them may have computed the same."""
+    by_index = {index: tensors for of_rank in computed for index, tensors in of_rank}
+    examples = [by_index[index] for index in sorted(by_index)]
+    tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
+    tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    save_file(tensors, partial, metadata={**(metadata or {}), _DIGEST: tensors_digest(tensors)})
+    sync(partial)
+    partial.replace(path)
+    sync(path.parent)
 
 
 def _is_whole(path: Path) -> bool:

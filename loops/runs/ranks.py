@@ -3,36 +3,30 @@
 All of this uses gloo: waiting in NCCL occupies the device, and times out after ten minutes; rollouts may take longer.
 """
 
-import logging
-import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
+from time import perf_counter
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch import Tensor
+
+from . import liveness
+from .liveness import RankLost
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
-
-GRACE = 10.0
-"""Seconds for a rank to exit by itself after another one has ended."""
 _LONGEST = timedelta(days=7)
-_NEWS = 3.0  # seconds in which rank 0 reports to the others that a rank has ended
+_waited = 0.0
 
 
 class MainProcessError(RuntimeError):
     """The main process failed at what the other ranks were waiting for."""
-
-
-class RankLost(RuntimeError):
-    """The process of another rank has ended."""
 
 
 def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Callable[[Any], object] | None = None) -> T:
@@ -86,6 +80,31 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
     return computed[0] if computed else None
 
 
+def gather_to_main(accelerator: Accelerator, value: T) -> list[T]:
+    """The values of all ranks, on the main process; nothing on the others. All ranks call it; they are pickled."""
+    if accelerator.num_processes == 1:
+        return [value]
+    gathered: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    with _connected(f"rank {dist.get_rank()}: another rank ended while its part was waited for"):
+        dist.gather_object(value, gathered, dst=0, group=gloo_group("control"))
+    return gathered or []
+
+
+def tensors_from_main(accelerator: Accelerator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of the main process, in the memory of the host, on every rank. All ranks call it."""
+    if accelerator.num_processes == 1:
+        return tensors
+    kinds = from_main(accelerator, lambda: {name: (each.shape, each.dtype) for name, each in tensors.items()})
+    received = {}
+    for name, (shape, dtype) in kinds.items():
+        tensor = tensors[name].contiguous() if accelerator.is_main_process else torch.empty(shape, dtype=dtype)
+        if tensor.numel():
+            with _connected(f"rank {dist.get_rank()}: another rank ended while the main process was waited for"):
+                dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=gloo_group("control"))
+        received[name] = tensor
+    return received
+
+
 def meet() -> None:
     """Wait for all ranks.
 
@@ -131,11 +150,20 @@ def receive(rank: int, group: Any) -> Any:
 
 @contextmanager
 def _connected(otherwise: str) -> Iterator[None]:
-    """Turn gloo's error about a broken connection into `RankLost` with this message."""
+    """Turn gloo's error about a broken connection into `RankLost`, with this message where the rank is not known."""
+    global _waited
+    began = perf_counter()
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"{otherwise} ({error})") from error
+        raise RankLost(liveness.lost_rank() or f"{otherwise} ({error})") from error
+    if threading.current_thread() is threading.main_thread():
+        _waited += perf_counter() - began
+
+
+def seconds_waited() -> float:
+    """Seconds for which the main thread has waited for other ranks here, since the process began."""
+    return _waited
 
 
 def gloo_group(purpose: str) -> Any:
@@ -152,89 +180,30 @@ def _new_group(world: Any, purpose: str) -> Any:
 
 
 @contextmanager
-def watching(accelerator: Accelerator) -> Iterator[None]:
-    """Context in which no rank outlives another for long, entered by all ranks.
-
-    A rank that waits for one whose process has ended, or that has failed, ends with an error that names it; one that
-    waits where no error arrives, as in NCCL, is ended after `GRACE` seconds.
+def opening() -> Iterator[None]:
+    """Context in which all ranks open a run: none of them waits for one that has ended or failed meanwhile.
 
     Raises:
         RankLost: names the rank, where a collective failed because of it.
     """
-    if accelerator.num_processes == 1:
-        yield
-        return
-    watch = _Watch(accelerator.process_index, accelerator.num_processes)
     try:
         yield
     except BaseException as error:
-        all_failed = isinstance(error, MainProcessError)
-        # A failed collective reports a broken connection but not whose: wait to learn the rank.
-        cause = error.__cause__ or error
-        by_collective = type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError)
-        lost = by_collective and watch.lost.wait(_NEWS)
-        why = watch.news if lost else f"rank {watch.rank} failed with {type(error).__name__}: {error}"
-        watch.leave(None if all_failed else why)
-        if lost:
-            raise RankLost(f"rank {watch.rank}: {watch.news}") from error
-        raise
-    watch.leave(None)
+        liveness.raise_failed(error, everywhere=isinstance(error, MainProcessError))
 
 
-class _Watch:
-    """Connections of rank 0 with every other rank, idle until a rank leaves or its process ends.
+@contextmanager
+def watching() -> Iterator[None]:
+    """Context of the steps of an open run, entered by all ranks: none of them outlives another one for long.
 
-    Attributes:
-        lost: set when ``news`` reports a lost rank.
-        left: set when this rank leaves; ``gone`` when the others have been notified.
+    A rank that waits for one whose process has ended, or that has failed, ends with an error that names it; one that
+    waits where no error arrives, as in NCCL, is ended after `liveness.GRACE` seconds.
+
+    Raises:
+        RankLost: names the rank, where a collective failed because of it.
     """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.group = rank, gloo_group("watch")
-        self.peers = range(1, ranks) if rank == 0 else [0]
-        self.lost, self.left, self.gone = threading.Event(), threading.Event(), threading.Event()
-        self.sending = threading.Lock()
-        self.news = ""
-        self.listeners = [threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in self.peers]
-        for thread in self.listeners:
-            thread.start()
-
-    def leave(self, why: str | None) -> None:
-        """Notify the others; ``why`` is this rank's error."""
-        self.left.set()
-        for peer in self.peers:
-            self._send(("last", why), peer)
-        end = time.monotonic() + (GRACE if why is None else _NEWS)
-        for thread in self.listeners:  # a thread that waits in gloo when its process ends aborts it
-            thread.join(max(0.0, end - time.monotonic()))
-        self.gone.set()
-
-    def _send(self, message: tuple[str, str | None], peer: int) -> None:
-        with self.sending, suppress(RankLost):
-            send(message, peer, self.group)
-
-    def _listen(self, peer: int) -> None:
-        kind = ""
-        while kind != "last":
-            try:
-                kind, news = receive(peer, self.group)
-            except RankLost:
-                ended = f"the process of rank {peer} has ended: it was killed, or failed; its own output may say why"
-                kind, news = "last", ended
-            if news is None or self.lost.is_set():
-                continue
-            self.news = news
-            self.lost.set()
-            threading.Thread(target=self._end, daemon=True).start()
-            for other in self.peers:
-                if other != peer and not self.left.is_set():
-                    self._send(("news", news), other)
-
-    def _end(self) -> None:
-        """End this process if it does not exit by itself: it may wait forever."""
-        if not self.left.wait(_NEWS):
-            log.critical("rank %d: %s; this one ends, too", self.rank, self.news)
-            if not self.left.wait(GRACE):
-                os._exit(1)
-        if not self.gone.wait(GRACE + _NEWS):  # notifying a dead rank may block, too
-            os._exit(1)
+    try:
+        yield
+    except BaseException as error:
+        liveness.raise_failed(error, everywhere=isinstance(error, MainProcessError))
+    liveness.end_run()

@@ -28,7 +28,7 @@ _TOLD = ("loss", "nll", "reward", "accuracy", "rewards/accuracies", "rewards/mar
 _SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
 
-_NOT_DRAWN = {"step", "seconds", "tokens", "input_tokens", "skipped"}
+_NOT_DRAWN = {"step", "seconds", "tokens", "input_tokens", "skipped", "ranks/slowest"}
 _FIRST = ("loss", "reward", "kl", "entropy", "grad_norm", "completions/mean_length", "learning_rate")
 _PANELS = 12
 _PANEL = (4.0, 2.6)  # inches

@@ -8,7 +8,9 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 # A shell's exit status for a signal; 75 is EX_TEMPFAIL, on which a batch system queues the job again.
-STATUS = {"SIGUSR1": 75, "SIGINT": 130, "SIGTERM": 143}
+STATUS = {"SIGUSR1": 75, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
+
+_catching: set[signal.Signals] = set()
 
 
 class Stopped(SystemExit):
@@ -49,7 +51,14 @@ def signals(*, visible: bool) -> Iterator[dict[str, float]]:
     try:
         for each in before:
             signal.signal(each, receive)
+        _catching.update(before)
         yield received
     finally:
+        _catching.difference_update(before)
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def ends_the_run(caught: signal.Signals) -> bool:
+    """Whether this signal would end the run, or the process, if its handler could run: not one of the program's own."""
+    return caught in _catching or signal.getsignal(caught) in (signal.SIG_DFL, signal.default_int_handler)

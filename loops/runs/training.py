@@ -2,15 +2,16 @@
 
 import logging
 import math
+import statistics
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from time import monotonic
-from typing import Any
+from time import monotonic, perf_counter
+from typing import Any, NoReturn
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
@@ -22,9 +23,10 @@ from ..registry import nearest
 from ..train import optimizers
 from ..train.losses import TensorReader, Term, compose, weightings
 from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
-from . import checkpoint, stop
+from . import checkpoint, liveness, ranks, stop
 from .directory import claimed
 from .feed import Feed, digest
+from .liveness import at
 from .ranks import from_main, meet, watching
 from .report import draw_curves, journal, written
 from .storage import sync
@@ -32,6 +34,24 @@ from .storage import sync
 log = logging.getLogger(__name__)
 
 _RESULTS = [f"{kind}{path}" for kind in ("model", "adapter", "critic") for path in ("", "/**/*")] + ["*.safetensors"]
+
+
+@dataclass(eq=False)
+class _Running:
+    """What is open while steps are taken.
+
+    Attributes:
+        received: how many signals of each kind this rank has received, see `stop.signals`.
+        log: writes the metrics of a step.
+        saved: when the last checkpoint was, by the clock.
+        signal: the signal for which the run stops.
+    """
+
+    received: Mapping[str, float]
+    log: Callable[[int, Mapping[str, float]], None]
+    saver: checkpoint.Saver
+    saved: float
+    signal: str | None = None
 
 
 @dataclass(repr=False)
@@ -84,24 +104,44 @@ class Training:
         self.observers = {name: each for name, each in observers.items() if each is not None}
         parts = {"optimizer": optimizer, "schedule": schedule, **self.observers}
         self.state = {"accelerator": context.accelerator, "policy": policy, "parts": parts}
-        self.state["data"], *held_out = (digest(each) for each in (context.data, context.eval_data) if each is not None)
-        meet()  # a rank that has ended is named there
-        if len(set(gather_object([(self.state["data"], *held_out)]))) > 1:
-            raise ValueError(
-                "data: the rows differ between ranks, so that some would be trained on twice and others never; give "
-                "all of them to every rank in the same order, shuffled with a seed if at all: each takes its share"
-            )
+        self._compare_data()
         self.objective, self.weightings = compose(self.losses, self.read), weightings(self.losses)
         self.directory = None if config.output is None else context.directory
         self.checkpoints = context.file("checkpoints") or Path()
         self.start = self.step = self._resumed() if config.resume else 0
         self.metrics: dict[str, float] = {}
+        self._feed_seconds = 0.0
         self.best: int | None = None
         self.lowest = math.inf  # or the negative of the highest
+        # Read on one rank: what the others see of a shared disk may be older, and they save together or not at all.
+        self.best, self.lowest = from_main(context.accelerator, self._find_best)
+        self._unused = weakref.finalize(self, _drop, self.resources)  # unless it is iterated over
+
+    def _compare_data(self) -> None:
+        """Raise ValueError if ranks have other rows than each other, or other revisions of a model on the Hub."""
+        context = self.context
+        self.state["data"], *held_out = (digest(each) for each in (context.data, context.eval_data) if each is not None)
+        revision = getattr(context.model.plain.config, "_commit_hash", None)
+        meet()  # a rank that has ended is named there
+        rows, revisions = zip(*gather_object([((self.state["data"], *held_out), revision)]), strict=True)
+        if len(set(rows)) > 1:
+            raise ValueError(
+                "data: the rows differ between ranks, so that some would be trained on twice and others never; give "
+                "all of them to every rank in the same order, shuffled with a seed if at all: each takes its share"
+            )
+        if len(set(revisions)) > 1:
+            other = next(rank for rank, each in enumerate(revisions) if each != revisions[0])
+            raise ValueError(
+                f"model: rank {other} has loaded revision {revisions[other]} of it, rank 0 revision {revisions[0]}; "
+                "download the same one on every machine"
+            )
+
+    def _find_best(self) -> tuple[int | None, float]:
+        """On the main process, the best of the run that is resumed, and its value: of the steps that are saved."""
         for line in written(self.directory, self.start):
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
                 self._is_best(line["step"], line)
-        self._unused = weakref.finalize(self, self.resources.__exit__, None, None, None)  # unless it is iterated over
+        return self.best, self.lowest
 
     def _resumed(self) -> int:
         """Load the newest checkpoint and return its step; 0 if there is none, which is said."""
@@ -138,82 +178,141 @@ class Training:
             CheckpointError: if a checkpoint, or the model, could not be written.
             Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
         """
-        context, accelerator, config = self.context, self.context.accelerator, self.context.config
-        steps, main, parts, signal = self.feed.steps, accelerator.is_main_process, self.state["parts"], None
-        if not self._unused.detach():
-            raise RuntimeError(
-                f"training: it ended at step {self.step} of {steps}; continue it in another run, by resume=True"
-            )
-        epoch = float(self.steps_per_epoch)
-        AcceleratorState._shared_state.update(vars(accelerator.state))  # see `open_accelerator`
-        taken = optimize(
-            self.state["policy"],
-            self.feed,
-            self.objective,
-            self.weightings,
-            accelerator=accelerator,
-            optimizer=parts["optimizer"],
-            schedule=parts["schedule"],
-            steps=steps,
-            start=self.start,
-            max_grad_norm=config.max_grad_norm or math.inf,
-            describe=self._describe,
-        )
+        config = self.context.config
+        self._use_once()
         with self.resources:
-            with (
-                watching(accelerator),
-                stop.signals(visible=main) as received,
-                claimed(config, context.description, accelerator),
-                journal(self.directory, self.start, steps, accelerator, config, steps_per_epoch=epoch) as log,
-                closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
-            ):
-                saved = monotonic()
+            with self._running() as run:
                 if self.evaluation is not None and self.start == 0:
                     self._evaluate()
-                    log(0, self.metrics)
-                for step in taken:
-                    self.step, self.metrics = step.number, {**step.metrics, **self.report()}
-                    for observer in self.observers.values():
-                        observer.observe(self.metrics)
+                    run.log(0, self.metrics)
+                for step in self._optimize():
+                    self._observe(step)
                     to_save = self._due(step.number, config.save_every)
                     if self._due(step.number, config.eval_every):
                         to_save |= self._evaluate()
                     left = False
                     try:
-                        yield StepResult(step.number, self.metrics)  # to the caller's body
+                        with at("the body of the loop"):
+                            yield StepResult(step.number, self.metrics, step.busy)
                     except GeneratorExit:
                         left = True
-                    AcceleratorState._shared_state.update(vars(accelerator.state))
-                    # What happens on one rank ends all: a signal, a loop that was left, a checkpoint that failed.
-                    clock = main and bool(config.save_minutes) and monotonic() - saved >= 60 * config.save_minutes
-                    of_this_rank = {**received, "left": left, "clock": clock, "failed": saver.failed}
-                    votes = sum_over_ranks(accelerator, of_this_rank)
-                    log(step.number, self.metrics)
+                    self._restore_accelerate()
+                    votes = self._vote(run, to_save=to_save, left=left, busy=self._feed_seconds + step.busy)
+                    run.log(step.number, self.metrics)
                     if votes["failed"]:
-                        saver.wait()  # raises its error
-                    signal = next((name for name in received if votes[name]), None)
-                    if to_save or signal or votes["left"] or votes["clock"]:
-                        if self.directory is not None:
-                            kept = {"keep": config.keep, "best": self.best}
-                            saver.save(self.checkpoints, step.number, **self.state, **kept)
-                        saved = monotonic()
-                    signal = signal if step.number < steps else None  # after the last step the run is complete
-                    if signal or votes["left"]:
+                        run.saver.wait()  # raises its error
+                    if votes["save"] or run.signal or votes["left"]:
+                        self._save_checkpoint(run)
+                    if step.number < self.feed.steps and (run.signal or votes["left"]):
                         break
-                saver.wait()
-                if signal is None:
-                    parts["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
-                    self._save_model()
-                meet()
-                if context.stream is not None:
-                    accelerator.print(context.stream.accounting)
-            if signal is not None:
-                advice = "" if self.directory is None else "; continue with --resume true"
-                stopped = stop.Stopped(f"stopped at step {step.number} of {steps}{advice}")
-                stopped.code = stop.STATUS[signal]
-                if main:
-                    print(stopped, file=sys.stderr)
-                raise stopped
+                self._finish(run)
+            if run.signal is not None and self.step < self.feed.steps:
+                self._stop_for(run.signal)
+
+    def _use_once(self) -> None:
+        if not self._unused.detach():
+            raise RuntimeError(
+                f"training: it ended at step {self.step} of {self.feed.steps}; continue it in another run, by "
+                "resume=True"
+            )
+        self._restore_accelerate()
+
+    def _restore_accelerate(self) -> None:
+        """Give Accelerate's shared state the values of this run, see `open_accelerator`."""
+        AcceleratorState._shared_state.update(vars(self.context.accelerator.state))
+
+    @contextmanager
+    def _running(self) -> Iterator[_Running]:
+        """Watch the other ranks, catch signals, lock the directory, open the journal, and wait for checkpoints."""
+        context, accelerator, config = self.context, self.context.accelerator, self.context.config
+        epoch = float(self.steps_per_epoch)
+        with (
+            watching(),
+            stop.signals(visible=accelerator.is_main_process) as received,
+            claimed(config, context.description, accelerator),
+            journal(self.directory, self.start, self.feed.steps, accelerator, config, steps_per_epoch=epoch) as log,
+            closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
+        ):
+            yield _Running(received, log, saver, saved=monotonic())
+
+    def _optimize(self) -> Iterator[StepResult]:
+        parts = self.state["parts"]
+        return optimize(
+            self.state["policy"],
+            self._batches,
+            self.objective,
+            self.weightings,
+            accelerator=self.context.accelerator,
+            optimizer=parts["optimizer"],
+            schedule=parts["schedule"],
+            steps=self.feed.steps,
+            start=self.start,
+            max_grad_norm=self.context.config.max_grad_norm or math.inf,
+            describe=self._describe,
+        )
+
+    def _batches(self, step: int) -> Any:
+        """The micro-batches of a step, and how long this rank took for them besides waiting for others."""
+        liveness.begin_step(step + 1)
+        began, waited = perf_counter(), ranks.seconds_waited()
+        with at("reading"):
+            micro_batches = self.feed(step)
+        self._feed_seconds = perf_counter() - began - (ranks.seconds_waited() - waited)
+        return micro_batches
+
+    def _observe(self, step: StepResult) -> None:
+        """Take the metrics of a step, and show them to what has a state of its own."""
+        self.step = step.number
+        self.metrics = {**step.metrics, **self.report()}
+        for observer in self.observers.values():
+            observer.observe(self.metrics)
+
+    def _vote(self, run: _Running, *, to_save: bool, left: bool, busy: float) -> dict[str, float]:
+        """Decide with all ranks what follows the step, by one sum: what happens on one of them ends the run on all.
+
+        Whether to save is for the main process to say. The time of each rank is added to the metrics.
+        """
+        accelerator, minutes = self.context.accelerator, self.context.config.save_minutes
+        clock = bool(minutes) and monotonic() - run.saved >= 60 * minutes
+        of_this_rank: dict[Any, float] = {
+            **run.received,
+            "left": left,
+            "failed": run.saver.failed,
+            "save": accelerator.is_main_process and (to_save or clock),
+        }
+        seconds = {("seconds", rank): 0.0 for rank in range(accelerator.num_processes)}
+        seconds["seconds", accelerator.process_index] = busy
+        votes: dict[Any, float] = sum_over_ranks(accelerator, {**of_this_rank, **seconds})
+        run.signal = next((name for name in run.received if votes[name]), None)
+        if accelerator.num_processes > 1:
+            self.metrics |= stragglers([votes[key] for key in seconds])
+        return votes
+
+    def _save_checkpoint(self, run: _Running) -> None:
+        if self.directory is not None:
+            kept = {"keep": self.context.config.keep, "best": self.best}
+            with at("saving"):
+                run.saver.save(self.checkpoints, self.step, **self.state, **kept)
+        run.saved = monotonic()
+
+    def _finish(self, run: _Running) -> None:
+        """Write the model, unless a signal has stopped the run before its last step."""
+        run.saver.wait()
+        if run.signal is None or self.step >= self.feed.steps:
+            self.state["parts"]["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
+            with at("writing the model"):
+                self._save_model()
+        meet()
+        if self.context.stream is not None:
+            self.context.accelerator.print(self.context.stream.accounting)
+
+    def _stop_for(self, signal: str) -> NoReturn:
+        advice = "" if self.directory is None else "; continue with --resume true"
+        stopped = stop.Stopped(f"stopped at step {self.step} of {self.feed.steps}{advice}")
+        stopped.code = stop.STATUS[signal]
+        if self.context.accelerator.is_main_process:
+            print(stopped, file=sys.stderr)
+        raise stopped
 
     def _describe(self, step: int, micro_batches: list[int]) -> str:
         """Name rows of these micro-batches of all ranks; if there are none, rows of the whole step."""
@@ -263,7 +362,7 @@ class Training:
             evaluation = self.held_out(rows)
         if evaluation is None:
             raise ValueError("evaluate: this run has no held-out data; give it some, eval_data=rows or eval_data=0.1")
-        AcceleratorState._shared_state.update(vars(self.context.accelerator.state))
+        self._restore_accelerate()
         metrics: Mapping[str, float] = {}
         with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
             if isinstance(evaluation, Feed):
@@ -275,7 +374,8 @@ class Training:
 
     def _evaluate(self) -> bool:
         """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
-        held_out = {} if self.evaluation is None else self.evaluate()
+        with at("evaluating"):
+            held_out = {} if self.evaluation is None else self.evaluate()
         schedule = self.state["parts"]["schedule"]
         self.metrics |= held_out
         if self.step > 0 and isinstance(schedule, optimizers.AT_EVALUATION):
@@ -315,3 +415,19 @@ class Training:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
             finished = "no steps were left; " if self.start >= self.feed.steps else ""
             print(f"{finished}the model is in {self.directory / 'model'}")
+
+
+def stragglers(seconds: Sequence[float]) -> dict[str, float]:
+    """Metrics of the time of each rank in a step until it waits for the others' gradients.
+
+    ranks/slowest           the rank that took longest
+    ranks/excess_seconds    by how much longer than the median rank
+    """
+    slowest = max(range(len(seconds)), key=seconds.__getitem__)
+    return {"ranks/slowest": float(slowest), "ranks/excess_seconds": seconds[slowest] - statistics.median_low(seconds)}
+
+
+def _drop(resources: AbstractContextManager[Any]) -> None:
+    """End a run whose steps were never taken."""
+    liveness.end_run()
+    resources.__exit__(None, None, None)

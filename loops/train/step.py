@@ -42,10 +42,46 @@ PATIENCE = 5  # steps in a row without a finite gradient before training stops
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: its number, counted from 1, and its metrics."""
+    """One optimizer step.
+
+    Attributes:
+        number: counted from 1.
+        metrics: see `train_step`; the same on every rank.
+        busy: seconds in which this rank computed until it first waited for the gradients of others. Forward passes of
+            shards wait for each other before that.
+    """
 
     number: int
     metrics: dict[str, float]
+    busy: float = 0.0
+
+
+class Stopwatch:
+    """Measures how long the device computes between `start` and `stop`, without waiting for it in between."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.times: list[Any] = []
+
+    def start(self) -> None:
+        self.times = [self._now()]
+
+    def stop(self) -> None:
+        self.times.append(self._now())
+
+    def seconds(self) -> float:
+        """The time between the two, when the device has been waited for."""
+        if len(self.times) < 2:
+            return 0.0
+        first, last = self.times[0], self.times[-1]
+        return float(first.elapsed_time(last) / 1000 if self.on_gpu else last - first)
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event: Any = torch.Event("cuda", enable_timing=True)
+        event.record()
+        return event
 
 
 def loss_and_stats(name: str, returned: Any) -> tuple[Tensor, Stats]:
@@ -187,6 +223,7 @@ def train_step(
     *,
     max_grad_norm: float,
     not_finite: Callable[[list[int]], object] = len,
+    stopwatch: Stopwatch | None = None,
 ) -> dict[str, float]:
     """Accumulate the gradient of one global batch and take one optimizer step.
 
@@ -198,6 +235,7 @@ def train_step(
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
         not_finite: called if the gradient is not finite (then on all ranks), with the indices of this rank's
             micro-batches whose loss is not finite.
+        stopwatch: measures the step on this rank until its last backward pass, which waits for the other ranks.
 
     Returns:
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
@@ -209,7 +247,9 @@ def train_step(
     micro_batches = _listed(micro_batches)
     sums = Sums(accelerator, policy, micro_batches, weightings)
     _check_wrapped(accelerator, policy)
-    totals = _accumulate(accelerator, policy, micro_batches, objective, sums)
+    totals = _accumulate(
+        accelerator, policy, micro_batches, objective, sums, stopwatch or Stopwatch(accelerator.device)
+    )
 
     clipped = [each for each in policy.parameters() if each.grad is None or each in given]
     norm: Any = accelerator.clip_grad_norm_(clipped, max_grad_norm)
@@ -246,7 +286,12 @@ def _check_wrapped(accelerator: Accelerator, policy: nn.Module) -> None:
 
 
 def _accumulate(
-    accelerator: Accelerator, policy: nn.Module, micro_batches: Sequence[Batch], objective: Objective, sums: Sums
+    accelerator: Accelerator,
+    policy: nn.Module,
+    micro_batches: Sequence[Batch],
+    objective: Objective,
+    sums: Sums,
+    stopwatch: Stopwatch,
 ) -> list[Tensor]:
     """Add up the gradients of all micro-batches; returns each one's part of the total.
 
@@ -256,10 +301,13 @@ def _accumulate(
     sharded = getattr(policy, "mesh", None) is not None  # shards that the caller made average, as Accelerate's do
     scale = 1 if sharded else accelerator.num_processes
     totals = []
+    stopwatch.start()
     for i, batch in enumerate(micro_batches):
-        reduced = sharded or i == len(micro_batches) - 1
-        with nullcontext() if reduced else accelerator.no_sync(policy):
+        last = i == len(micro_batches) - 1
+        with nullcontext() if last or sharded else accelerator.no_sync(policy):
             total = torch.as_tensor(sums.add(i, objective(policy, batch)))
+            if last:
+                stopwatch.stop()
             accelerator.backward(total * scale)
         totals.append(total.detach())
     return totals
@@ -311,6 +359,7 @@ def optimize(
         FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite.
     """
     failures = 0
+    stopwatch = Stopwatch(accelerator.device)
     schedule = getattr(schedule, "scheduler", schedule)  # that of Accelerate takes a step for each rank
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
@@ -325,6 +374,7 @@ def optimize(
             weightings,
             max_grad_norm=max_grad_norm,
             not_finite=not_finite.extend,
+            stopwatch=stopwatch,
         )
         with warnings.catch_warnings():
             # When the first step is skipped, torch complains about the order of the two calls.
@@ -341,7 +391,8 @@ def optimize(
         if failures and accelerator.is_main_process:
             log.warning("step %d is skipped, as its gradient is not finite; %s", number, parts)
         seconds = time.perf_counter() - began
-        yield StepResult(number, {**metrics, "learning_rate": learning_rate, "seconds": seconds})
+        metrics |= {"learning_rate": learning_rate, "seconds": seconds}
+        yield StepResult(number, metrics, stopwatch.seconds())
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def resumed(fields, directory, recipe="sft"):
         torch.distributed.barrier()
     return [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)], [
         [
-            {name: value for name, value in json.loads(line).items() if name != "seconds"}
+            {name: value for name, value in json.loads(line).items() if name != "seconds" and "ranks/" not in name}
             for line in (run / "metrics.jsonl").read_text().splitlines()
         ]
         for run in (whole, again)

@@ -71,10 +71,13 @@ def assert_each_answer_once(config):
 
 
 def untimed(run):
-    """What a run logged, without what depends on the clock or on a server's health."""
+    """What a run logged, without what depends on the clock, on its ranks or on a server's health."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     passing = ("seconds", "sampling/seconds", "sampling/retries")
-    return [{name: value for name, value in line.items() if name not in passing} for line in lines]
+    return [
+        {name: value for name, value in line.items() if name not in passing and not name.startswith("ranks/")}
+        for line in lines
+    ]
 
 
 def build(kind, fields):

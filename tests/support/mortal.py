@@ -8,10 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest.mock import patch
 
-from burnish.loops.recipes.grpo import open_grpo
+from burnish.loops.recipes import opener
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rollouts.local import source
-from burnish.loops.runs import checkpoint, context, ranks, training
+from burnish.loops.runs import checkpoint, context, liveness, training
 
 step = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
 MOMENTS = {  # the function that is called then, and how often until the death
@@ -57,12 +57,12 @@ def be_rank(fields, moment, mortal, stuck):
     with ExitStack() as patches:
         patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))
         if not stuck:
-            patches.enter_context(patch.object(ranks, "_NEWS", 60.0))
+            patches.enter_context(patch.object(liveness, "NEWS", 60.0))
         if rank == mortal or stuck:
             patches.enter_context(interrupted_at(moment, die if rank == mortal else wait))
-            patches.enter_context(patch.object(ranks, "GRACE", 1.0))
+            patches.enter_context(patch.object(liveness, "GRACE", 1.0))
         try:
-            open_grpo(GRPO(**fields)).train()
+            opener("grpo")(GRPO(**fields)).train()
         except BaseException as error:
             note.write_text(f"{type(error).__name__}: {error}")
             raise

@@ -25,7 +25,7 @@ from burnish.loops.recipes.prm import open_prm
 from burnish.loops.recipes.reward import open_reward
 from burnish.loops.recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, SFT, Distill, OnlineDPO, Reward
 from burnish.loops.recipes.sft import open_sft
-from burnish.loops.runs import ranks
+from burnish.loops.runs import liveness
 from forked import run_forked
 from safetensors.torch import load_file
 from shared import made_once
@@ -121,7 +121,7 @@ def assert_same_end(one, several):
 
 def last_metrics(run):
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    return {name: value for name, value in line.items() if not name.endswith("seconds")}
+    return {name: value for name, value in line.items() if not name.endswith(("seconds", "ranks/slowest"))}
 
 
 def be_rank(start, shards, runs, tp_size=1, cp_size=1):
@@ -158,7 +158,7 @@ def train(start, shards, name, output, mortal=None, together=(1, 1), **fields):
     with ExitStack() as patches:
         patches.enter_context(patch.object(norm, "forward", _in_full_precision))
         patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))  # it takes longer than the run
-        patches.enter_context(patch.object(ranks, "GRACE", 1.0))
+        patches.enter_context(patch.object(liveness, "GRACE", 1.0))
         if mortal is not None and mortal[0] == int(os.environ.get("RANK", 0)):
             patches.enter_context(in_step(mortal[1], lambda: os.kill(os.getpid(), signal.SIGKILL)))
         recipe(settings(**fields)).train()

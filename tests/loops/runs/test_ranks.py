@@ -60,6 +60,7 @@ def wedged(tmp_path_factory):
     fields["rewards"]["online:Loaded"]["note"] = str(directory / "loaded")
     fields["vllm"] = {"url": fake.url, "timeout": 2.5, "patience": PATIENCE}
     outcomes = run_forked(2, "online", fields)
+    assert since, outcomes
     seconds = time.monotonic() - since[0]
     fake.close()
     return SimpleNamespace(directory=directory, url=fake.url, outcomes=outcomes, seconds=seconds)
@@ -113,7 +114,7 @@ def test_a_rank_that_is_killed_ends_the_other_which_names_it(die, moment, mortal
 @pytest.mark.parametrize("moment", ["opening", slow("loading"), slow("resuming")])
 def test_a_rank_that_is_killed_before_training_ends_the_other_that_waits_for_it(die, moment):
     status, note, _ = die(moment, 1)
-    assert status == 1 and note.startswith("RankLost: rank 0: another rank ended while "), note
+    assert status == 1 and note.startswith("RankLost: rank 0: the process of rank 1 has ended: "), note
 
 
 def test_a_rank_that_waits_where_no_error_arrives_is_ended(die):

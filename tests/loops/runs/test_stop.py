@@ -26,7 +26,7 @@ from online import prepare, stored
 from signalled import in_step, send
 from tiny import save_model, sums, write_rows
 
-STATUSES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}
+STATUSES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}
 
 
 @pytest.fixture(autouse=True)
