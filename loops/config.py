@@ -294,6 +294,8 @@ class Common(Settings):
     """Directory of this run; from Python, None writes no files."""
     eval_data: int | float | Source | None = None
     """Held-out data, as `data`; {split: test} of the same; or a number of rows held out of `data`, below 1 a share."""
+    model_revision: str | None = None
+    """Branch, tag or commit of a model on the Hub, and of its tokenizer; null is its main branch."""
     tokenizer: Named | None = None
     """Name or directory of a tokenizer other than the model's; from Python, also the tokenizer."""
     steps: PositiveInt | None = None

@@ -223,7 +223,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
 
     stand_ins: dict[str, Callable[..., Any]] = {
         "runs.ranks._new_group": lambda world, purpose: world,
-        "runs.checkpoint.load_newest": lambda *_, **__: 0,
+        "runs.training.Training._resumed": lambda run: 0,
         "runs.context.stored_tokens": _store_tokens,
         "runs.teacher.stored_tokens": _store_tokens,
         "rollouts.local.source.free_share": lambda device: (capacity - live.total()) // 4 if capacity else 2 << 30,

@@ -53,7 +53,8 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
             tokenizer = copy.deepcopy(tokenizer)
     else:
         _refuse_adapter(named)
-        tokenizer = _tokenizer_named(field, named)
+        revision = config.model_revision if field == "model" else None
+        tokenizer = _tokenizer_named(field, named, revision)
     if config.chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.chat_template)
     if config.eos_token is not None:
@@ -78,17 +79,23 @@ def _refuse_adapter(name: str) -> None:
         raise ValueError(f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}")
 
 
-def _tokenizer_named(field: str, name: str) -> Any:
+def _tokenizer_named(field: str, name: str, revision: str | None) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(name, **_of_revision(revision))
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             with blaming(f"{field}: {name}"):  # says what to do instead
                 raise
+        what = name if revision is None else f"{name} at {revision}"
         raise ValueError(
-            f"{field}: {name} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
+            f"{field}: {what} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
             f"that can be reached; check the name. {error}"
         ) from error
+
+
+def _of_revision(revision: str | None) -> dict[str, str]:
+    """The argument of ``from_pretrained`` that names a revision; for the main branch, no argument."""
+    return {} if revision is None else {"revision": revision}
 
 
 def _set_eos_token(tokenizer: transformers.PreTrainedTokenizerBase, token: str) -> None:
@@ -176,7 +183,9 @@ def load_model(
 def _architecture(config: Common) -> transformers.PretrainedConfig:
     """The model's own configuration, read by its name."""
     with blaming(f"model: {config.model}"):
-        found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(config.model)
+        found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            config.model, **_of_revision(config.model_revision)
+        )
         return found
 
 
@@ -190,6 +199,8 @@ def _check_loaded(config: Common, model: nn.Module) -> None:
     """Raise ValueError if the settings ask of a model in memory what only loading it could do."""
     if config.quantize:
         raise ValueError("quantize: the model is loaded already; load it quantized, or give its name")
+    if config.model_revision:
+        raise ValueError("model_revision: the model is loaded already; load that revision, or give its name")
     if isinstance(model, PeftModel):
         if config.lora.enabled:
             raise ValueError("lora.r: the model has adapters already; leave lora out, or give the model without them")
@@ -239,6 +250,7 @@ def _read_from_files(config: Common, auto: Any, task: str, options: Mapping[str,
             new_head=task != "CAUSAL_LM",
             dtype=_weights_dtype(config),
             attn_implementation=config.attention,
+            **_of_revision(config.model_revision),
             **options,
             **quantization,
         )

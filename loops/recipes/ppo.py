@@ -86,7 +86,8 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
 def open_critic(config: PPO) -> Scorer:
     """The model for the values; where its head is new, it begins at 0."""
     assert config.value_model is not None
-    settings = replace(config, model=config.value_model, parallel=Parallel())  # it is probed before it is sharded
+    # It is probed before it is sharded.
+    settings = replace(config, model=config.value_model, model_revision=None, parallel=Parallel())
     critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
     if (saved := critic.plain.config.get_text_config()).pad_token_id is None:
         saved.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise

@@ -147,11 +147,12 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
     """The configured vLLM."""
     of_server = {name: resolved(value) for name, value in vars(run.config.vllm).items()}
     config: OnlineConfig = replace(run.config, vllm=VLLM(**of_server))
+    options = {**_of_revision(config), **config.vllm.options}
     known: dict[str, Any] = {"config": run.model.plain.config, "tokenizer": run.tokenizer}
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory
-        engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **config.vllm.options)
+        engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **options)
         return VLLMEngine(engine, directory=config.vllm.directory, **known)
     known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
     if urls := config.vllm.urls:
@@ -164,12 +165,19 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
         dtype=dtype,
         python=config.vllm.python or sys.executable,
         update_flags=updates.flags,
-        flags=flags_of(config.vllm.options),
+        flags=flags_of(options),
         environment=config.vllm.environment,
         host=config.vllm.host,
         patience=config.vllm.patience,
     )
     return VLLMServer(server.url, updates=updates, key=server.key, revive=server.revive, end=server.close, **known)
+
+
+def _of_revision(config: OnlineConfig) -> dict[str, str]:
+    """vLLM's options for the revision of the model that is trained, and of its tokenizer."""
+    if config.model_revision is None:
+        return {}
+    return {"revision": config.model_revision, "tokenizer_revision": config.model_revision}
 
 
 def open_updates(run: RunContext[Policy]) -> Files | Nccl | Adapters:

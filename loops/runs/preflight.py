@@ -50,6 +50,11 @@ def _check_models(config: Any) -> None:
             continue  # looked at where it is loaded
         if name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists():
             _check_model(field, Path(name))
+            if field == "model" and config.model_revision not in (None, "main"):
+                raise ValueError(
+                    f"model_revision: {name} is a directory, and holds one revision; leave it out, or name a model on "
+                    f"the Hub, got {config.model_revision!r}"
+                )
         elif field != "model":  # the tokenizer of the model is read next
             blaming(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
 

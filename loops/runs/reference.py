@@ -37,7 +37,7 @@ def load_reference(config: Any, tokenizer: Any, policy: Policy) -> Policy:
         DataError: if it has other tokens than the policy.
     """
     config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", gradient_checkpointing=False)
-    config = replace(config, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0)
+    config = replace(config, model_revision=None, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
     return beside(policy, load_model(config), config)
 

@@ -144,8 +144,17 @@ class Training:
         return self.best, self.lowest
 
     def _resumed(self) -> int:
-        """Load the newest checkpoint and return its step; 0 if there is none, which is said."""
+        """Load the newest checkpoint and return its step; 0 if there is none, which is said.
+
+        Raises:
+            ValueError: if the run is to have fewer steps than it has taken.
+        """
         step = checkpoint.load_newest(self.checkpoints, **self.state)
+        if step > self.feed.steps:
+            raise ValueError(
+                f"resume: the run in {self.directory} has taken {step} steps, and is to have {self.feed.steps}; give "
+                "as many steps or epochs at least, or name another output directory"
+            )
         if step:
             optimizers.follow(self.state["parts"]["schedule"])
         elif self.context.accelerator.is_main_process:

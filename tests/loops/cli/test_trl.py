@@ -178,11 +178,11 @@ def test_a_field_that_is_given_in_both_vocabularies_is_refused(burnish, file, fl
 
 
 def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
-    file = {**MINIMAL, "fp16": True, "model_revision": "v2", "optim": "lomo", "per_device_batch": 3, "learning_rat": 1}
+    file = {**MINIMAL, "fp16": True, "torch_compile": True, "optim": "lomo", "per_device_batch": 3, "learning_rat": 1}
     status, _, err = burnish("dpo", file, "--print_config")
     assert status == 2
     assert err.startswith("burnish dpo: 5 mistakes\n") and len(err.splitlines()) == 7
-    for words in ("fp16: ", "model_revision: ", "optim: ", "no field 'learning_rat', did you mean 'learning_rate'?"):
+    for words in ("fp16: ", "torch_compile: ", "optim: ", "no field 'learning_rat', did you mean 'learning_rate'?"):
         assert words in err
     assert "no field 'per_device_batch', did you mean 'per_device_" in err
 

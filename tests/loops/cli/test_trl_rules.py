@@ -20,8 +20,6 @@ from trl_page import COMMANDS, RECIPES
 
 # What the other configurations have can all be translated.
 REFUSED = {
-    "smollm3/sft/sft": {"model_revision"},
-    "smollm3/dpo/apo": {"model_revision"},
     "DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo": {"reward_funcs"},
     "Qwen2.5-1.5B-Instruct/grpo/config_demo": {"reward_funcs"},
     "Qwen2.5-1.5B-Instruct/grpo/config_demo_code": {"reward_funcs", "num_generations"},
@@ -388,6 +386,7 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ),
         ("sft", {"save_strategy": "best", "metric_for_best_model": "eval_loss"}, {"keep_best": "eval/loss"}),
         ("sft", {"tf32": True}, {"tf32": True}),
+        ("sft", {"model_revision": "v2"}, {"model_revision": "v2"}),
         ("sft", {"preprocessing_num_workers": 4}, {"dataset_num_proc": 4}),
         ("sft", {"use_flash_attention_2": True}, {"attention": "flash_attention_2"}),
         ("sft", {"use_flash_attention_2": False}, {}),

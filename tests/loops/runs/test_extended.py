@@ -6,6 +6,7 @@ import shutil
 import burnish
 import pytest
 import torch
+from burnish.loops.cli import main
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
@@ -89,3 +90,29 @@ def test_a_run_with_nothing_to_resume_says_so_in_one_line(settings, tmp_path, ca
     shutil.rmtree(tmp_path / "run/checkpoints")
     burnish.sft(**settings, steps=2, resume=True).train()
     assert "resume: there is nothing to resume" in caplog.text
+
+
+@pytest.mark.parametrize("fewer", [{"steps": 3}, {"epochs": 1}], ids=["steps", "epochs"])
+def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_taken(fewer, settings, tmp_path):
+    burnish.sft(**settings, epochs=2).train()
+    before = (tmp_path / "run/config.yaml").read_bytes()
+    with pytest.raises(ValueError, match=r"resume: the run in .* has taken 4 steps, and is to have \d"):
+        burnish.sft(**settings, **fewer, resume=True)
+    assert (tmp_path / "run/config.yaml").read_bytes() == before
+    burnish.sft(**settings, epochs=2, resume=True).train()
+
+
+@pytest.mark.parametrize("warmup", [0.5, 0.25])
+def test_a_share_of_warmup_is_that_of_the_longer_run(warmup, settings):
+    settings |= {"schedule": "linear", "warmup": warmup}
+    burnish.sft(**settings, steps=4).train()
+    burnish.sft(**settings, steps=8, resume=True).train()
+    assert logged(settings, "learning_rate")[4:] == rates_of_transformers("linear", int(8 * warmup), 8)[4:]
+
+
+def test_a_dry_run_of_a_run_to_resume_does_not_say_that_there_is_nothing(settings, caplog, capsys):
+    burnish.sft(**settings, steps=2).train()
+    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    assert main(["sft", *flags, "--steps", "4", "--resume", "true", "--dry_run"]) == 0
+    assert "nothing to resume" not in caplog.text
+    assert "total" in capsys.readouterr().out
