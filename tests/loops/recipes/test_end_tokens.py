@@ -172,6 +172,10 @@ def test_eos_token_names_the_end_token_of_tokenizer_and_model(tmp_path, capsys):
     assert f"eos_token: wanted a token of the vocabulary, such as {named}, got '<|im_end|>'" in told
 
 
+def test_eos_token_stands_beside_what_the_template_writes(tmp_path):
+    assert opened("sft", tmp_path, MESSAGES, eos_token="<|start|>") == [EOS, 0, END]
+
+
 def test_a_tokenizer_that_is_passed_as_an_object_keeps_its_end_token(tmp_path):
     base = save_base(tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
