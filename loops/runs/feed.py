@@ -165,5 +165,5 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     sha256 = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sha256.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        sha256.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return sha256.hexdigest()

@@ -259,5 +259,5 @@ def test_no_code_holds_wherever_an_object_is_looked_up(own):
     ],
 )
 def test_no_code_refuses_what_could_run_code_in_a_server(vllm, named, command):
-    status, said = command("data", {"vllm": vllm}, "--no_code")
+    status, said = command("data", {"source": "vllm", "vllm": vllm}, "--no_code")
     assert status == 1 and f"{named}: refused" in said, said

@@ -153,9 +153,12 @@ def inputs(tmp_path_factory):
     ("fields", "message"),
     [
         ({"rewards": {"exact_match": {"tag": MARK}}}, "rewards.exact_match.tag: the secret was left out"),
-        ({"vllm": {"url": f"http://{MARK}@host"}}, "vllm.url: the secret was left out when this file was written"),
+        (
+            {"source": "vllm", "vllm": {"url": f"http://{MARK}@host"}},
+            "vllm.url: the secret was left out when this file was written",
+        ),
         ({"run_name": "${ENV:HOME}"}, r"run_name: ${ENV:NAME} is read in rewards, environment, vllm, data, eval_data"),
-        ({"vllm": {"url": "${ENV:NOT_THERE}"}}, "there is no environment variable NOT_THERE"),
+        ({"source": "vllm", "vllm": {"url": "${ENV:NOT_THERE}"}}, "there is no environment variable NOT_THERE"),
     ],
 )
 def test_mistakes_with_secrets_are_answered_before_anything_is_opened(fields, message, inputs, tmp_path, capsys):
