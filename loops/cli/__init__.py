@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import os
+import re
 import select
 import socket
 import sys
@@ -243,6 +244,10 @@ def _go_offline(config: Any) -> None:
             constants.HF_HUB_OFFLINE = True
 
 
+# What torch says where the rank that others meet at has been there, and is gone.
+_HUNG_UP = re.compile("Broken pipe|Connection reset|Connection was likely closed")
+
+
 def _message(error: Exception) -> str | None:
     """The message for the user; None for a bug in burnish, whose traceback is shown.
 
@@ -253,6 +258,8 @@ def _message(error: Exception) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":
         return f"out of memory: lower micro_tokens, or set gradient_checkpointing, lora.r or dtype bfloat16; {where}"
     if type(error).__name__ in ("DistStoreError", "DistNetworkError"):
+        if _HUNG_UP.search(str(error)):
+            return f"another rank has ended, and says why; this one was told: {str(error).splitlines()[0]}"
         return f"ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: {str(error).splitlines()[0]}"
     if isinstance(error, ImportError) and not str(error.name).startswith(_PACKAGE):
         advice = '; install what is missing (pip install "burnish[train]" has what recipes need)'

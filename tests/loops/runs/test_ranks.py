@@ -5,18 +5,21 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from burnish.loops.cli import main
+from burnish.loops.cli import _message, main
 from burnish.loops.config import Parallel
 from burnish.loops.recipes.settings import SFT
+from burnish.loops.rollouts.vllm.weights import free_port
 from burnish.loops.runs.parallel import _LOCAL_RANKS, _SIZES, _WRAPPERS, check_launcher, check_ranks
 from forked import run_forked
 from grids import exhaustive, slow
 from online import prepare
 from tiny import save_model, sums, write_rows
+from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_fake import Fake
 
@@ -32,6 +35,22 @@ def test_a_rank_whose_partner_never_starts_says_so_in_a_line(rank, message, tmp_
     (line,) = [line for line in printed.splitlines() if line.startswith("burnish dpo: ")]
     assert "ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: " in line and message in line
     assert "Traceback" not in printed
+
+
+def test_a_rank_whose_partner_has_ended_is_not_told_to_start_it():
+    """As one whose settings were refused, which the other ranks meet for a moment."""
+    port = free_port()
+    meeting = distributed.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
+    partner = distributed.TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    partner.set("here", "1")
+    del meeting
+    with pytest.raises(distributed.DistError) as raised:
+        for _ in range(100):
+            partner.set("still", "1")
+            partner.get("still")
+    message = _message(raised.value)
+    assert message.startswith("another rank has ended, and says why; this one was told: ")
+    assert "MASTER_ADDR" not in message and "\n" not in message
 
 
 def test_ranks_with_other_rows_than_each_other_are_refused(tmp_path):
