@@ -179,22 +179,13 @@ class MultiTurnSource:
         if self.turns is not None and self.turns.end not in stop:
             stop = (*stop, self.turns.end)
         for turn in range(self.limits.turns):
-            start = len(sample.tokens)
-            most = min(request.sampling.max_tokens, limit - start)
+            most = min(request.sampling.max_tokens, limit - len(sample.tokens))
             sampling = replace(request.sampling, max_tokens=most, stop=stop)
             part = replace(request, prompt=[*prompt, *sample.tokens], indices=[index], sampling=sampling, turn=turn)
             completions = await self.source.sample(part)
             check_completions(completions, part, "environment")
             completion = completions[0]
-            sample.tokens += completion.tokens
-            sample.trained += completion.trained
-            sample.logprobs += completion.logprobs
-            sample.spans += [
-                VersionSpan(version, start + first, start + end) for version, first, end in completion.spans
-            ]
-            sample.finish = completion.finish
-            info["messages"].append({"role": "assistant", "content": completion.text})
-            info["turns"] += 1
+            _add_turn(sample, completion)
             step = None if completion.finish == "aborted" else await self._step(environment, completion)
             if step is None:
                 sample.finish = "aborted"
@@ -344,6 +335,18 @@ class _Played:
             await close(self.environment)
         else:  # in its thread, when the call returns
             self.latest.add_done_callback(lambda _: run(close(self.environment)))
+
+
+def _add_turn(sample: Sample, completion: Sample) -> None:
+    """Append a completion to a conversation."""
+    start = len(sample.tokens)
+    sample.tokens += completion.tokens
+    sample.trained += completion.trained
+    sample.logprobs += completion.logprobs
+    sample.spans += [VersionSpan(version, start + first, start + end) for version, first, end in completion.spans]
+    sample.finish = completion.finish
+    sample.info["messages"].append({"role": "assistant", "content": completion.text})
+    sample.info["turns"] += 1
 
 
 def refuse_failing(source: Any, samples: Sequence[Sample]) -> None:
