@@ -20,19 +20,21 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 export MASTER_ADDR MASTER_PORT
 
-# One task per GPU is one rank. When the first one ends, the others have two minutes.
+# One task per GPU is one rank. When the first one ends, the others have two minutes; those that wait for one that hangs
+# end with 75 after hang_seconds.
 srun --wait=120 bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
     exec burnish "$@" --resume true
 ' burnish "$@"
 status=$?
 
-# With torchrun instead, one task per node, a run can't be stopped so: it hands no SIGUSR1 on to the ranks, and turns their
-# status into 1. Set save_minutes, and let Slurm requeue what it preempts (--requeue):
+# With torchrun instead, one task per node, ranks that die or hang are started again within the job, up to three times.
+# Such a run can't be stopped by SIGUSR1, which torchrun does not hand on to the ranks, and it turns their status into 1:
+# set save_minutes, and let Slurm requeue what it preempts (--requeue).
 #
 #     srun --ntasks-per-node=1 bash -c '
-#         exec torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --node_rank=$SLURM_NODEID \
-#             --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT --no-python burnish "$@" --resume true
+#         exec torchrun --nnodes=$SLURM_NNODES --nproc_per_node=8 --max-restarts=3 --rdzv_id=$SLURM_JOB_ID \
+#             --rdzv_backend=c10d --rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT --no-python burnish "$@" --resume true
 #     ' burnish "$@"
 
 if [ "$status" -eq 75 ]; then

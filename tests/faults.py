@@ -49,6 +49,23 @@ TESTS = {
     "SIGKILL of a rank that samples, trains or saves": ("the other ends, and names the rank", [
         "runs/test_ranks.py::test_a_rank_that_is_killed_ends_the_other_which_names_it",
         "runs/test_ranks.py::test_a_rank_that_waits_where_no_error_arrives_is_ended"]),
+    "a rank whose settings, packages or model files differ, 10 each, in copies and shards": (
+        "all end with status 1 in 5 s, name it and train nothing", [
+            "runs/test_agreement.py::test_ten_things_that_differ_on_a_rank_are_named_by_all_and_nothing_is_trained"]),
+    "a rank that sees an older disk": ("the same bits", [
+        "runs/test_agreement.py::test_a_rank_that_sees_an_older_disk_decides_nothing"]),
+    "SIGSTOP of a rank in set-up, sampling, reward, forward, save, evaluation": (
+        "all end, with status 75 and stacks, and name it; " + SAME, [
+            "runs/test_liveness.py::test_a_rank_that_is_stopped_ends_all_which_name_it"]),
+    "a rank that holds Python, or stands still": ("all end with status 75 and name it", [
+        "runs/test_liveness.py::test_a_rank_that_holds_python_or_stands_still_ends_all"]),
+    "SIGKILL of a rank over the first three seconds of sharded ppo and grpo": (
+        "the other ends in 15 s, in a line that names it", [
+            "runs/test_restarts.py::test_a_rank_that_dies_while_a_run_is_opened_is_survived_for_seconds"]),
+    "SIGKILL and SIGSTOP of a rank under torchrun --max-restarts": (
+        SAME.replace("resumed", "nobody attending"), [
+            "runs/test_restarts.py::"
+            "test_torchrun_restarts_ranks_that_are_killed_or_stopped_to_the_same_weights"]),
     "a signal that reaches one rank": ("all stop after the same step; the same bits, resumed", [
         "runs/test_stop.py::test_a_signal_that_reaches_one_rank_stops_all_at_the_same_step"]),
     "a disk that is full where checkpoints are written in the background": (LINE, [

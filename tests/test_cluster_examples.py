@@ -144,10 +144,18 @@ def test_the_skypilot_task_has_the_keys_and_variables_of_its_documentation():
     assert task.keys() <= TASK and {"run", "resources", "num_nodes"} <= task.keys()
     assert task["resources"].keys() <= {"accelerators", "use_spot", "infra", "disk_size", "cpus", "memory", "any_of"}
     assert re.fullmatch(r"\w+:\d+", task["resources"]["accelerators"])
-    given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"}
+    given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"}
     assert set(re.findall(r"\$\{?(\w+)", task["run"])) == given | task["envs"].keys()
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0
     assert "--resume true" in task["run"] and "/runs/" in task["run"]
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "skypilot.yaml"])
+def test_ranks_are_restarted_by_a_rendezvous_that_can(name):
+    """torchrun's static one hands the ranks of the second attempt the addresses of the first."""
+    text = (EXAMPLES / name).read_text()
+    assert "--max-restarts=3" in text and "--rdzv_backend=c10d" in text and "--resume true" in text
+    assert "--node_rank" not in text and "--master_addr" not in text
 
 
 def test_the_ray_example_is_short():

@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import faulthandler
 import gc
 import io
 import logging
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output = io.BufferedWriter(_Output(1, "w", closefd=False))
         sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
         sys.excepthook = _print_traceback
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)  # a crash in compiled code ends with the stacks of all threads
     name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
     handler = logging.StreamHandler()
     handler.setFormatter(HidingFormatter("%(levelname)s %(message)s"))

@@ -53,6 +53,8 @@ SILENT = 5.0
 
 _BURNISH = str(Path(__file__).parents[2]) + os.sep
 _NAMED = 8  # ranks in a message
+_WAITING = (f"torch{os.sep}distributed{os.sep}", f"accelerate{os.sep}")  # where one waits for the other ranks
+_WAITS = ", where it waits for other ranks"
 
 
 class RankLost(RuntimeError):
@@ -348,14 +350,17 @@ class Watch:
         self._seen = seen
 
     def _where(self) -> str:
-        """What the main thread does, and the innermost function of burnish that it is in."""
+        """What the main thread does, in which function of burnish, and whether it waits for other ranks."""
         frame = sys._current_frames().get(self._main or 0)
+        waits = False
         while frame is not None and not frame.f_code.co_filename.startswith(_BURNISH):
+            waits = waits or any(name in frame.f_code.co_filename for name in _WAITING)
             frame = frame.f_back
-        if frame is None:
-            return self.place
-        file = frame.f_code.co_filename.removeprefix(_BURNISH)
-        return f"{self.place} ({file}:{frame.f_lineno}, {frame.f_code.co_name})"
+        where = self.place
+        if frame is not None:
+            file = frame.f_code.co_filename.removeprefix(_BURNISH)
+            where += f" ({file}:{frame.f_lineno}, {frame.f_code.co_name})"
+        return where + _WAITS if waits else where
 
     def _judge(self, now: float) -> None:
         self._end_lost(now)
@@ -379,8 +384,8 @@ class Watch:
     def _standing(self, seconds: float) -> str:
         places = {0: f"step {self.step}, {self._where()}"}
         places |= {peer.rank: f"step {peer.step}, {peer.place}" for peer in self.peers.values()}
-        # Those that don't wait in a function for that are more likely to be the cause.
-        order = sorted(places, key=lambda rank: ("ranks.py" in places[rank], rank))
+        # One that waits for no other is more likely to be the cause.
+        order = sorted(places, key=lambda rank: (places[rank].endswith(_WAITS), rank))
         named = "; ".join(f"rank {rank} in {places[rank]}" for rank in order[:_NAMED])
         return f"no rank has moved for {seconds:.0f} s: {named}"
 
