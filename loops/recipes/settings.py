@@ -74,7 +74,7 @@ class DPO(Referenced, Pairs, OfflineConfig):
     divergence_alpha: OpenUnitInterval = 0.5
     """Order of the alpha-divergence."""
     teacher: Teacher = field(default_factory=Teacher)
-    """A teacher, for the loss `distillation` in a mix."""
+    """A teacher, for the loss `distillation` in a mix; for tdpo1 and tdpo2 it is the reference."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)
     """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
 
