@@ -116,6 +116,19 @@ TESTS = {
         "rollouts/vllm/test_launch.py::test_nothing_of_a_server_outlives_a_trainer_that_is_killed"]),
     "a clock that jumps back and forth by ten years": ("the same bits", [
         "runs/test_outside_faults.py::test_a_clock_that_jumps_back_and_forth_changes_nothing"]),
+    "logs, settings, lock or stored log-probs damaged at random (dpo, grpo)": (SAME + ", one warning at most", [
+        "runs/test_damaged_logs.py::test_a_run_goes_on_whatever_happened_to_its_other_files",
+        "runs/test_damaged_logs.py::test_a_run_goes_on_after_many_more_kinds_of_damage"]),
+    "a state of another version or program, with sound checksums": (LINE, [
+        "runs/test_checkpoint.py::test_a_state_of_another_version_or_kind_is_told_in_a_line",
+        "runs/test_checkpoint.py::test_a_state_that_is_no_file_of_torch_is_told_in_a_line"]),
+    "a file system without locks, or whose lock a killed run left": ("one writer", [
+        "runs/test_directory.py::test_a_file_system_without_locks_gets_a_file_with_a_heartbeat",
+        "runs/test_lock.py"]),
+    "a configuration that names the standard library, in seven settings and four commands": (
+        LINE + "; no code runs", ["test_own_code.py::test_no_command_runs_anything_of_the_standard_library"]),
+    "a chat template that loops or grows without end": (LINE, [
+        "../data/test_bounded.py::test_a_hostile_template_is_refused_within_seconds"]),
     "an output whose reader is gone or slow, or whose disk is full": ("a whole run", [
         "runs/test_outside_faults.py::test_an_output_that_takes_nothing_leaves_the_run_to_itself",
         "runs/test_outside_faults.py::test_a_pipe_that_is_full_and_does_not_block_is_waited_for",
