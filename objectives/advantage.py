@@ -132,7 +132,7 @@ def maxrl_advantage(reward: PerSequence, group: IntPerSequence) -> PerSequence:
     require("maxrl_advantage", not bool((reward < 0).any()), "rewards must be >= 0, got a negative one")
     deviation, _, _ = _spread(reward, group)
     mean = reward - deviation
-    return torch.where(mean > 0, deviation / mean, 0.0).nan_to_num(nan=0.0)
+    return torch.where(mean > 0, deviation / mean, 0.0)  # an unknown mean is not above 0 either
 
 
 @torch.no_grad()

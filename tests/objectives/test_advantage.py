@@ -669,7 +669,7 @@ SORTED = "sequence must be sorted: sort tokens by completion"
         (call(adv.opo_advantage, R, G, G[:1]), f"opo_advantage: length {SHAPE.format('reward', 3, 1)}"),
         (call(adv.opo_advantage, R, G[:1], G), f"opo_advantage: group {SHAPE.format('reward', 3, 1)}"),
         (call(adv.gpg_advantage, R, G[:1]), f"gpg_advantage: group {SHAPE.format('reward', 3, 1)}"),
-        (call(adv.maxrl_advantage, -R, G), "maxrl_advantage: rewards must be >= 0, got a negative one"),
+        (call(adv.maxrl_advantage, R - 1.5, G), "maxrl_advantage: rewards must be >= 0, got a negative one"),
         (call(adv.maxrl_advantage, R, G[:1]), f"maxrl_advantage: group {SHAPE.format('reward', 3, 1)}"),
         (call(adv.remax_advantage, R, R[:1]), f"remax_advantage: greedy_reward {SHAPE.format('reward', 3, 1)}"),
         (call(adv.remax_advantage, R, INFINITE), f"remax_advantage: {FINITE}"),
