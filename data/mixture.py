@@ -265,7 +265,7 @@ def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Datase
 
 
 def _as_messages(
-    rows: Mapping[str, list[str]], roles: Mapping[str, str], system_prompt: str
+    rows: Mapping[str, list[Any]], roles: Mapping[str, str], system_prompt: str
 ) -> dict[str, list[list[Message]]]:
     """Plain texts as messages. A row with a `system_prompt` of its own gets that one, from `read_row`."""
     turns = {name: [[{"role": role, "content": text}] for text in rows[name]] for name, role in roles.items()}

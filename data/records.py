@@ -165,7 +165,7 @@ def _with_texts(file: Path, split: str) -> Dataset:
     """The split, in which texts that were read as times or numbers are text."""
     with quiet():
         every = datasets.load_dataset("json", data_files=str(file), split="train", encoding="utf-8-sig")
-    return _split_of(as_written(every, list(rows_of(file)), of_file=True), split, file.name)  # type: ignore[no-any-return]
+    return _split_of(as_written(every, list(rows_of(file)), of_file=True), split, file.name)
 
 
 def _reader(file: Path) -> str | None:
