@@ -9,7 +9,7 @@ The library's own code does it, but for a few functions (`_stand_ins`) that need
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -86,7 +86,7 @@ def rehearse(
     gpu = capacity is not None
     with _ranks(ranks), simulate(gpu=gpu) as simulation, _stand_ins(simulation, capacity):
         training = open_recipe(fewer)
-        with training.resources:
+        with closing(training.feed):
             context, feed, model = training.context, training.feed, training.context.model
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             policy, optimizer = training.state["policy"], training.state["parts"]["optimizer"]
@@ -143,10 +143,10 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
     source = vars(source).get("source", source)  # of conversations
     if not hasattr(source, "runner"):
         return  # a server samples
-    if source.policy is not feed.context.model:
+    if source.policy is not feed.context.run.model:
         for tensor in source.policy.parameters():
             simulation.relabel(tensor, "copy that samples")
-    prompt = max(feed.context.data["prompt"], key=len)
+    prompt = max(feed.context.run.data["prompt"], key=len)
     sampling = replace(config.sampling, max_tokens=_completion(config))
     longest = len(prompt) + sampling.max_tokens
     with simulation.labeled("keys and values"):
@@ -250,7 +250,7 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
     """In place of `RolloutFeed._take`: the longest prompts, and completions that never end by themselves. Their rewards
     differ within each group, so that every group is trained on."""
     config, length = feed.config, _completion(feed.config)
-    prompts, spans = sorted(feed.context.data["prompt"], key=len, reverse=True), [VersionSpan(number, 0, length)]
+    prompts, spans = sorted(feed.context.run.data["prompt"], key=len, reverse=True), [VersionSpan(number, 0, length)]
     tokens, trained, logprobs = [0] * length, [True] * length, [0.0] * length
 
     def sample(task: int, index: int) -> Sample:
@@ -264,8 +264,8 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
 
 def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch], Any]) -> None:
     """In place of `RolloutFeed._measure`: the largest micro-batch is computed."""
-    model, batches = feed.context.model, rollout.micro_batches(feed.config.micro_tokens, **feed.batching)
-    with torch.no_grad(), feed.context.accelerator.autocast():
+    model, batches = feed.context.run.model, rollout.micro_batches(feed.config.micro_tokens, **feed.batching)
+    with torch.no_grad(), feed.context.run.accelerator.autocast():
         columns = measure(max(batches, key=lambda batch: _tokens(batch, model)))
     for name, column in columns.items():
         rollout[name] = column.new_zeros(len(rollout.sequence), *column.shape[1:])

@@ -6,9 +6,9 @@ arXiv:2306.13649).
 """
 
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_scheduler
 from ..rollouts.replay import open_sample_log
 from ..runs.context import RunContext, open_run
+from ..runs.feed import Feed, Measure, StepFeed
 from ..runs.reference import Reference, frozen
 from ..runs.teacher import load_teacher, open_teacher
 from ..runs.trackers import log_table
@@ -50,17 +51,7 @@ def open_distill(config: Distill) -> Training:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if model is not None:
         read = partial(with_teacher, read, context.accelerator.autocast()(frozen(model, temperature=temperature)))
-    feed, evaluation = MixedFeed(context), None
-    if context.eval_data is not None:
-        evaluation = context.feed(context.eval_data, whole=True, prepare=lambda *step: marked(step[2], False))
-    rollouts = feed.rollouts
-    try:
-        return context.train(
-            losses, read, feed, evaluation=evaluation, memory=rollouts, report=feed.report, resources=closing(rollouts)
-        )
-    except BaseException:
-        rollouts.close()
-        raise
+    return context.train(losses, read, MixedFeed(context))
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:
@@ -84,13 +75,18 @@ def with_teacher(read: TensorReader, teacher_logp: Reference, policy: nn.Module,
     return {("tokens", "teacher_logp"): teacher_logp(batch), **read(policy, batch)}
 
 
-class MixedFeed:
+class MixedFeed(StepFeed):
     """The steps of the data, of which a share is replaced by the student's own completions of that step's prompts."""
+
+    stateful = True
 
     def __init__(self, context: RunContext[Policy]) -> None:
         config = context.config
         self.data = context.feed(context.data)
-        self.steps = self.data.steps
+        self.held_out: Feed | None = None
+        if context.eval_data is not None:
+            self.held_out = context.feed(context.eval_data, whole=True, prepare=_all_demonstrated)
+        self.evaluates = self.held_out is not None
         replaced = on_policy_steps(self.steps, config.on_policy, config.seed)
         self.rollout_of = {step: rollout for rollout, step in enumerate(replaced)}
         self.last = -1  # latest requested step
@@ -101,25 +97,59 @@ class MixedFeed:
             return indices[place % len(indices)]
 
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
+        # What samples reads its settings as those of an online recipe.
         run = replace(context, config=OnlineConfig(**settings, prompts_per_rollout=config.batch_size))
         scheduler, follow = open_scheduler(run, lambda task: self.data.example(order(task)).prompt)
         tables = partial(log_table, context.accelerator.trackers)
         log = open_sample_log(context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, tables)
-        parts = {**vars(run), "scheduler": scheduler, "follow": follow, "sample_log": log}
-        self.rollouts = RolloutFeed(RLContext(**parts, order=order))
+        self.rollouts = RolloutFeed(RLContext(run, (), scheduler, follow, sample_log=log, order=order))
+
+    @property
+    def steps(self) -> int:
+        return self.data.steps
 
     def __call__(self, step: int) -> list[Batch]:
-        self.last, rollout = step, self.rollout_of.get(step)
-        return marked(self.data(step), False) if rollout is None else marked(self.rollouts(rollout), True)
+        self.last = step
+        rollout = self.rollout_of.get(step)
+        if rollout is None:
+            return marked(self.data(step), False)
+        return marked(self.rollouts(rollout), True)
 
     def plan(self, step: int) -> list[list[int]]:
         """The indices of the data's examples, or of those whose prompts are completed, in each micro-batch."""
         rollout = self.rollout_of.get(step)
         return self.data.plan(step) if rollout is None else self.rollouts.plan(rollout)
 
-    def report(self) -> Mapping[str, float]:
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        self.rollouts.observe(metrics)
+
+    def step_metrics(self) -> Mapping[str, float]:
         on_policy = self.last in self.rollout_of
         return {"on_policy": float(on_policy), **(self.rollouts.metrics if on_policy else {})}
+
+    def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
+        """The losses on held-out completions of the data.
+
+        Raises:
+            ValueError: if rows are given.
+        """
+        if rows is not None:
+            raise ValueError("evaluate: a student that samples is evaluated on eval_data; pass rows as that")
+        assert self.held_out is not None
+        return measure(self.held_out(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rollouts.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rollouts.load_state_dict(state)
+
+    def close(self) -> None:
+        self.rollouts.close()
+
+
+def _all_demonstrated(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
+    return marked(micro_batches, False)
 
 
 def on_policy_steps(steps: int, share: float, seed: int) -> list[int]:

@@ -18,14 +18,14 @@ def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Trai
     """Open a run that is ready to train, in ``context`` if it is already open."""
     losses = online_dpo_losses(config)
     context = context or open_rl(config)
-    reference, _ = context.reference(
+    reference, _ = context.run.reference(
         config.reference, needed="ref_chosen" in tensors_needed(losses), temperature=config.temperature
     )
     select = partial(best_and_worst, penalty=config.missing_eos_penalty)
     feed = RolloutFeed(context, select=select, report=lambda rollout: pair_metrics(rollout, select(rollout), config))
     outputs = outputs_for(losses)
     read = policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
-    return context.train({**losses, **PAIR_METRICS}, read, feed, report=lambda: feed.metrics)
+    return context.run.train({**losses, **PAIR_METRICS}, read, feed)
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:

@@ -30,6 +30,7 @@ from ..registry import blaming
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
+from ..runs.context import RunContext
 from ..runs.training import Training
 from ..train.losses import Term, tensors_needed, units_of
 from .settings import PPO
@@ -49,19 +50,20 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
         losses,
         advantages=partial(advantages, config=config),
         kl_in_reward=True,
-        save=partial(save_values, context),
+        save=partial(save_values, context.run),
         report=partial(objective_metrics, config=config),
     )
 
 
-def save_values(context: RLContext) -> None:
-    policy, main = context.model, context.accelerator.is_main_process
+def save_values(run: RunContext[Policy]) -> None:
+    policy = run.model
+    main = run.accelerator.is_main_process
     if policy.critic is not None:
-        save_model(policy.critic, context.tokenizer, context.directory / "critic", write=main)
+        save_model(policy.critic, run.tokenizer, run.directory / "critic", write=main)
     if policy.value_head is not None:
         state = {name: whole(tensor.detach()).cpu() for name, tensor in policy.value_head.state_dict().items()}
         if main:
-            save_file(state, context.directory / "value_head.safetensors")
+            save_file(state, run.directory / "value_head.safetensors")
 
 
 def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:

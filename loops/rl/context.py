@@ -1,8 +1,7 @@
 """An open run that samples: its rewards, where its completions come from, and how held-out prompts are evaluated."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -26,18 +25,17 @@ from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main
 from ..runs.trackers import log_table
-from ..runs.training import Training
-from ..train.losses import TensorReader, Term
 from .distributed import Follower, distributed
 from .settings import OnlineConfig
 from .sources import check_sampling, open_local, open_scheduler
 
 
 @dataclass
-class RLContext(RunContext[Policy]):
-    """An open run, its rewards, and where its completions come from. `open_rl` makes one from a configuration.
+class RLContext:
+    """What an open run samples, scores and orders completions with. `open_rl` makes one from a configuration.
 
     Attributes:
+        run: the open run: its model, data, ranks and settings.
         rewards: reward functions; on ranks other than the main process, their names and weights.
         scheduler: on the main process; None on the others, which are sent its samples.
         follow: on the others, called when the scheduler publishes weights; see `from_main`.
@@ -47,6 +45,7 @@ class RLContext(RunContext[Policy]):
         order: which prompt of the data each task completes.
     """
 
+    run: RunContext[Policy]
     rewards: Sequence[RewardFunction] = ()
     scheduler: RolloutScheduler | None = None
     follow: Follower | None = None
@@ -54,38 +53,29 @@ class RLContext(RunContext[Policy]):
     converse: Callable[..., RolloutSource] = lambda source, row: source
     order: Callable[[int], int] = lambda task: task
 
-    def train(self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, **options: Any) -> Training:
-        """Prepare to train on the rollouts of a `RolloutFeed`, which is saved in checkpoints, and closed at the end;
-        see `RunContext.train`. Held-out prompts are evaluated by their rewards."""
-        if self.eval_data is not None:
-            options["evaluation"] = lambda steps: self.evaluate()
-        try:
-            return super().train(losses, read, feed, memory=feed, resources=closing(feed), **options)
-        except BaseException:
-            feed.close()
-            raise
-
     def evaluate(self) -> dict[str, float]:
         """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
         scheduler: Any = self.scheduler
-        source: Any = open_local(self, version=0)
-        groups = len(cast(Dataset, self.eval_data))
-        source, follower = distributed(self.accelerator, source, purpose="evaluation", groups=groups)
-        metrics: dict[str, float] = from_main(self.accelerator, lambda: scheduler.loop.run(self._evaluate(source)))
+        accelerator = self.run.accelerator
+        source: Any = open_local(self.run, version=0)
+        groups = len(cast(Dataset, self.run.eval_data))
+        source, follower = distributed(accelerator, source, purpose="evaluation", groups=groups)
+        metrics: dict[str, float] = from_main(accelerator, lambda: scheduler.loop.run(self._evaluate(source)))
         if follower is not None:
             follower.close()
         return metrics
 
     async def _evaluate(self, source: RolloutSource) -> dict[str, float]:
-        config = self.config
-        assert self.scheduler is not None and self.eval_data is not None
-        held_out = concatenated(self.eval_records)
-        rows = [held_out[row] for row in self.eval_data["row"]]
+        config: OnlineConfig = self.run.config
+        eval_data = self.run.eval_data
+        assert self.scheduler is not None and eval_data is not None
+        held_out = concatenated(self.run.eval_records)
+        rows = [held_out[row] for row in eval_data["row"]]
         source = self.converse(source, row=rows.__getitem__)
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
         # Other seeds than the run's, so that no held-out completion shares a seed with a trained one.
-        key, prompts = -1 - config.seed, self.eval_data["prompt"]
-        requests = [Request(task, prompt, range(1), sampling, key) for task, prompt in enumerate(prompts)]
+        key = -1 - config.seed
+        requests = [Request(task, prompt, range(1), sampling, key) for task, prompt in enumerate(eval_data["prompt"])]
         try:
             samples = [sample for group in await asyncio.gather(*map(source.sample, requests)) for sample in group]
         finally:
@@ -133,8 +123,7 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     )
     tables = partial(log_table, accelerator.trackers)
     log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, tables)
-    return RLContext(**vars(run), rewards=rewards, scheduler=scheduler, follow=follow, sample_log=log,
-                     converse=converse, order=order)  # fmt: skip
+    return RLContext(run, rewards, scheduler, follow, sample_log=log, converse=converse, order=order)
 
 
 def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:

@@ -19,10 +19,12 @@ from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken, refuse_silent
 from ..rewards.table import RewardMonitor, reward_metrics, score
 from ..rollouts.sample import Sample, from_record, to_record
+from ..runs.feed import Measure, StepFeed
 from ..runs.liveness import at, may_stand
 from ..runs.ranks import from_main
 from .buffer import RolloutBuffer
 from .context import RLContext
+from .settings import OnlineConfig
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,7 @@ PATIENCE = 8  # takes in a row, for one rollout, in which groups without varianc
 
 
 @dataclass
-class RolloutFeed:
+class RolloutFeed(StepFeed):
     """``feed(step)`` gives this rank's micro-batches of that step.
 
     A rollout is a set of samples drawn at once and trained on in one optimizer step or several.
@@ -43,6 +45,7 @@ class RolloutFeed:
             The examples of a unit share a step.
         dynamic_sampling: skip groups whose rewards are all the same, and take others instead.
         report: further metrics of a rollout.
+        per_step: further metrics of the step that was taken.
         first_step: receives the metrics of the first step on each rollout, before which nothing was learned from it.
     """
 
@@ -52,26 +55,35 @@ class RolloutFeed:
     select: Callable[[RolloutBuffer], list[list[list[int]]]] | None = None
     dynamic_sampling: bool = False
     report: Callable[[RolloutBuffer], Mapping[str, float]] = lambda rollout: {}
+    per_step: Callable[[], Mapping[str, float]] = dict
     first_step: Callable[[Mapping[str, float]], None] = lambda metrics: None
 
     def __post_init__(self) -> None:
-        context = self.context
-        self.config, self.scheduler = context.config, context.scheduler
-        self.batching: dict[str, Any] = {"layout": context.model.layout, "accelerator": context.accelerator}
+        run = self.context.run
+        self.config: OnlineConfig = run.config
+        self.scheduler = self.context.scheduler
+        self.batching: dict[str, Any] = {"layout": run.model.layout, "accelerator": run.accelerator}
         self.steps_per_rollout: int = self.config.steps_per_rollout
-        rollouts = -(-len(context.data) * self.config.epochs // self.config.prompts_per_rollout)
-        self.steps: int = self.config.steps or rollouts * self.steps_per_rollout
+        self.stateful = True
+        self.evaluates = run.eval_data is not None
         self.step = -1  # latest requested step
         self.rollout: RolloutBuffer | None = None
         self.monitor = RewardMonitor()
         self.metrics: dict[str, float] = {}  # of the current rollout, the same in each of its steps
+
+    @property
+    def steps(self) -> int:
+        rollouts = -(-len(self.context.run.data) * self.config.epochs // self.config.prompts_per_rollout)
+        return self.config.steps or rollouts * self.steps_per_rollout
 
     def __call__(self, step: int) -> list[Batch]:
         config, context, rollout, select = self.config, self.context, self.rollout, self.select
         number, step_of_rollout = divmod(step, self.steps_per_rollout)
         if rollout is None or number != self.step // self.steps_per_rollout:
             with at("sampling"):
-                groups, sampling_metrics = from_main(context.accelerator, lambda: self._take(number), context.follow)
+                groups, sampling_metrics = from_main(
+                    context.run.accelerator, lambda: self._take(number), context.follow
+                )
             rollout = self._buffer(groups, number)
             if self.measure is not None:
                 self._measure(rollout, self.measure)
@@ -100,6 +112,19 @@ class RolloutFeed:
         if self.step % self.steps_per_rollout == 0:
             self.first_step(metrics)
 
+    def step_metrics(self) -> Mapping[str, float]:
+        return {**self.metrics, **self.per_step()}
+
+    def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
+        """The rewards of completions for held-out prompts.
+
+        Raises:
+            ValueError: if rows are given.
+        """
+        if rows is not None:
+            raise ValueError("evaluate: an online recipe samples the completions of eval_data; pass rows as that")
+        return self.context.evaluate()
+
     def state_dict(self) -> dict[str, Any]:
         kept = None
         if self.rollout is not None and (self.step + 1) % self.steps_per_rollout:  # it has further steps
@@ -124,7 +149,7 @@ class RolloutFeed:
 
     def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
         """The samples of a rollout with their scores."""
-        precision = torch.promote_types(self.context.model.plain.dtype, torch.float32)
+        precision = torch.promote_types(self.context.run.model.plain.dtype, torch.float32)
         rollout = RolloutBuffer(groups, mask_truncated=self.config.mask_truncated, version=number, dtype=precision)
         rollout.score(self.context.rewards)
         return rollout
@@ -176,7 +201,7 @@ class RolloutFeed:
 
     def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:
         """Set the columns of ``measure``, on every rank, each example computed by one of them."""
-        model, accelerator = self.context.model, self.context.accelerator
+        model, accelerator = self.context.run.model, self.context.run.accelerator
         rollout["token"] = torch.arange(len(rollout.sequence))
         local = []
         with torch.no_grad(), evaluating(model.model), accelerator.autocast():

@@ -125,28 +125,29 @@ def train_policy(
         save: of `RunContext.train`.
         options: further ones of `RolloutFeed`.
     """
-    config: PolicyGradientConfig = context.config
+    run = context.run
+    config: PolicyGradientConfig = run.config
     config = replace(config, old_logprobs=ratio_denominator(config, losses))
     needed = "ref_logp" in tensors_needed(losses) or (kl_in_reward and config.beta > 0)
-    reference, _ = context.reference(config.reference, needed=needed, temperature=config.temperature)
+    reference, _ = run.reference(config.reference, needed=needed, temperature=config.temperature)
 
     # π_ref once per rollout, if that takes fewer passes than one per training pass, or is needed for the reward anyway.
     ref_at_start = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
     # π_old, and values, before the first step. For a rollout that is trained on once, the training pass gives π_old.
     recomputed = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
-    old_needed = recomputed or context.model.has_values or (kl_in_reward and reference is not None)
+    old_needed = recomputed or run.model.has_values or (kl_in_reward and reference is not None)
 
     def measure(batch: Batch) -> dict[str, Tensor]:
         columns = {} if ref_at_start is None else {"ref_logp": ref_at_start(batch)}
         if old_needed:
-            outputs = context.model(batch, temperature=config.temperature)
+            outputs = run.model(batch, temperature=config.temperature)
             columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
         return columns
 
     if old_needed or ref_at_start is not None:
         options["measure"] = measure
-    mismatch = SamplerMismatch(context.accelerator, config.old_logprobs, config.logp_bound)
-    feed = RolloutFeed(context, advantages, first_step=mismatch.check_first_step, **options)
+    mismatch = SamplerMismatch(run.accelerator, config.old_logprobs, config.logp_bound)
+    feed = RolloutFeed(context, advantages, per_step=mismatch.report, first_step=mismatch.check_first_step, **options)
 
     ref_logp = reference if ref_at_start is None else lambda batch: batch.columns["ref_logp"]
     forward = policy_tensors(reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature)
@@ -154,7 +155,7 @@ def train_policy(
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     read = partial(rollout_tensors, forward, config)
-    return context.train(logged, read, feed, report=lambda: {**feed.metrics, **mismatch.report()}, save=save)
+    return run.train(logged, read, feed, save=save)
 
 
 def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, model: nn.Module, batch: Batch) -> Tensors:

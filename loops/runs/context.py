@@ -10,6 +10,7 @@ curves.png       the metrics over the steps
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from ..train.losses import TensorReader, Term
 from ..train.mix import STEP_COUPLED
 from .agreement import check_agreement
 from .directory import check_directory, to_yaml
-from .feed import Feed, stored_tokens
+from .feed import Feed, StepFeed, stored_tokens
 from .liveness import open_watch
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
@@ -200,37 +201,62 @@ class RunContext(Generic[Model]):
         return autocast(reference), lambda data: {}
 
     def train(
-        self, losses: Mapping[str, Term], read: TensorReader, feed: Any = None, *, memory: Any = None, **options: Any
+        self,
+        losses: Mapping[str, Term],
+        read: TensorReader,
+        feed: StepFeed | None = None,
+        *,
+        save: Callable[[], None] = lambda: None,
+        memory: Any = None,
+        **options: Any,
     ) -> Training:
         """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is resumed.
 
         Args:
-            losses, read, memory: see `Training`.
-            feed: unless given, that of the data, evaluated on all held-out data.
-            options: further fields of `Training`; without a feed, those of `RunContext.feed`.
+            losses, read, save: see `Training`.
+            feed: unless given, that of the data, evaluated on all held-out data. It is closed with the run, or at once
+                if the run can't begin.
+            memory: of `Feed`, for the feed of the data.
+            options: further arguments of `RunContext.feed`.
 
         Raises:
             ValueError: if a loss couples all pairs of a step and the step is split.
         """
-        config = self.config
+        with ExitStack() as unless_opened:
+            if feed is not None:
+                unless_opened.callback(feed.close)
+            self._check_losses(losses)
+            feed = feed or self._feed_of_data(memory, **options)
+            self._warn_of_schedule(feed)
+            training = Training(self, losses, read, feed, save)
+            unless_opened.pop_all()
+        return training
+
+    def _check_losses(self, losses: Mapping[str, Term]) -> None:
         coupled = sorted(STEP_COUPLED & losses.keys())
-        if coupled and (config.micro_tokens is not None or self.accelerator.num_processes > 1):
+        if coupled and (self.config.micro_tokens is not None or self.accelerator.num_processes > 1):
             raise ValueError(
                 f"{coupled[0]}: couples all pairs of a step, so they must be in one micro-batch on one rank; "
                 "pass --micro_tokens null and run one process"
             )
         if not any(loss.coefficient for loss in losses.values()):
             raise ValueError("loss: every coefficient is 0, so nothing would be learned; give one above 0")
-        if feed is None:
-            evaluation = None if self.eval_data is None else self.feed(self.eval_data, whole=True, **options)
-            held_out = partial(self.held_out, **options)
-            feed = self.feed(self.data, **options)
-            options = {"evaluation": evaluation, "held_out": held_out}
-        if config.eval_every and options.get("evaluation") is None:
+
+    def _warn_of_schedule(self, feed: StepFeed) -> None:
+        """Warn of evaluations that have no data, and of a warmup that never ends."""
+        if self.config.eval_every and not feed.evaluates:
             log.warning("eval_every: there is no eval_data, so nothing is evaluated")
-        if config.warmup >= max(feed.steps, 1):
-            log.warning("warmup: %d steps of %d, so the learning rate stays below its peak", config.warmup, feed.steps)
-        return Training(self, losses, read, feed, memory=memory, **options)
+        if self.config.warmup >= max(feed.steps, 1):
+            short = "warmup: %d steps of %d, so the learning rate stays below its peak"
+            log.warning(short, self.config.warmup, feed.steps)
+
+    def _feed_of_data(self, memory: Any, **options: Any) -> Feed:
+        """The feed of the training data, which evaluates on all held-out data."""
+        evaluation = None
+        if self.eval_data is not None:
+            evaluation = self.feed(self.eval_data, whole=True, **options)
+        of_rows = partial(self.held_out, **options)
+        return self.feed(self.data, **options, memory=memory, evaluation=evaluation, of_rows=of_rows)
 
 
 def open_run(

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -23,8 +24,61 @@ log = logging.getLogger(__name__)
 _DIGEST = "sha256"  # of stored tokens, in the metadata of their file
 
 
+Measure = Callable[[list[Batch]], Mapping[str, float]]
+
+
+class StepFeed:
+    """The micro-batches of every step of a run, and what the run keeps, measures and closes with them.
+
+    A feed says how many ``steps`` there are, and ``feed(step)`` returns this rank's micro-batches of a step. All else
+    may stay as it is here: nothing is kept, measured or closed.
+
+    Attributes:
+        stateful: whether its state, which is the same on every rank, is part of checkpoints.
+        evaluates: whether there is held-out data.
+    """
+
+    stateful: bool = False
+    evaluates: bool = False
+
+    @property
+    def steps(self) -> int:
+        raise NotImplementedError
+
+    def __call__(self, step: int) -> list[Batch]:
+        raise NotImplementedError
+
+    def plan(self, step: int) -> list[list[int]]:
+        """The indices into the data of the examples of each micro-batch, for messages; empty where there are none."""
+        return []
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Receive the metrics of the step that was taken, over all ranks."""
+
+    def step_metrics(self) -> Mapping[str, float]:
+        """Further metrics of the step that was taken."""
+        return {}
+
+    def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
+        """Metrics of held-out data, or of these rows. Every rank calls it.
+
+        Args:
+            measure: ``measure(micro_batches)`` gives the metrics of the run's losses.
+        """
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        """End what the feed has started. It is called once, however the run ends."""
+
+
 @dataclass
-class Feed:
+class Feed(StepFeed):
     """``feed(step)`` returns this rank's micro-batches of that step, which depend only on its number.
 
     Attributes:
@@ -36,6 +90,10 @@ class Feed:
         mark: changes which tokens of an example are trained.
         prepare: ``prepare(feed, step, micro_batches)`` returns the micro-batches to train on; it can measure something
             over the whole step before its first forward pass.
+        memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
+            ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
+        evaluation: held-out data, the whole of them as one step.
+        of_rows: makes such a feed of further rows.
     """
 
     dataset: Dataset | Stream
@@ -46,10 +104,20 @@ class Feed:
     per_token: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     mark: Callable[[Example], Example] = lambda example: example
     prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: micro_batches
+    memory: Any = None
+    evaluation: "Feed | None" = None
+    of_rows: Callable[[Any], "Feed"] | None = None
+
+    def __post_init__(self) -> None:
+        self.stateful = self.memory is not None
 
     @property
     def steps(self) -> int:
         return len(self.batches)
+
+    @property
+    def evaluates(self) -> bool:  # type: ignore[override]
+        return self.evaluation is not None
 
     def __call__(self, step: int) -> list[Batch]:
         return self.prepare(self, step, [self.batch(indices) for indices in self.plan(step)])
@@ -71,6 +139,24 @@ class Feed:
 
     def example(self, index: int) -> Example:
         return self.mark(example(self.dataset, index))
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        if self.memory is not None:
+            self.memory.observe(metrics)
+
+    def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
+        if rows is not None:
+            assert self.of_rows is not None  # given by `RunContext.train`
+            return measure(self.of_rows(rows)(0))
+        assert self.evaluation is not None
+        return measure(self.evaluation(0))
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.memory.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)
 
 
 def digest(data: Dataset) -> str:

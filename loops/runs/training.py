@@ -6,8 +6,8 @@ import statistics
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from time import monotonic, perf_counter
@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
+from ..batch import Batch
 from ..config import Interval
 from ..models.io import save_model
 from ..registry import nearest
@@ -25,7 +26,7 @@ from ..train.losses import TensorReader, Term, compose, weightings
 from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, liveness, ranks, stop
 from .directory import claimed
-from .feed import Feed, digest
+from .feed import StepFeed, digest
 from .liveness import at
 from .ranks import from_main, meet, watching
 from .report import draw_curves, journal, written
@@ -70,14 +71,9 @@ class Training:
         context: the `RunContext`: what is trained, on which ranks, and its settings.
         losses: all losses, including those that are only measured.
         read: computes the tensors of a batch that the losses take.
-        feed: ``feed(step)`` gives the micro-batches of a step, of ``feed.steps`` in all.
-        held_out: makes a feed of further rows to evaluate on; None in online recipes.
-        evaluation: what the losses are measured on, or ``evaluation(steps taken)``, which gives other metrics.
-        memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
-            ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
-        report: further metrics of the step that was just taken.
+        feed: ``feed(step)`` gives the micro-batches of a step; see `StepFeed`. It is closed at the end of the run,
+            however the run ends, or when the run is garbage-collected.
         save: writes further results beside the model; every rank calls it.
-        resources: closed at the end of the run, however it ends, or when the run is garbage-collected.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
         start, step: number of steps taken by the run that is resumed, and in all.
         metrics: of the last step.
@@ -87,22 +83,19 @@ class Training:
     context: Any
     losses: Mapping[str, Term]
     read: TensorReader
-    feed: Any
-    evaluation: Feed | Callable[[int], Mapping[str, float]] | None = None
-    held_out: Callable[[Any], Feed] | None = None
-    memory: Any = None
-    report: Callable[[], Mapping[str, float]] = dict
+    feed: StepFeed
     save: Callable[[], None] = lambda: None
-    resources: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
     def __post_init__(self) -> None:
         context, config = self.context, self.context.config
         optimizer: Any = optimizers.make_optimizer(config, context.model)
         schedule = optimizers.make_schedule(config, optimizer, self.feed.steps)
         policy, optimizer = prepare(context.accelerator, context.model, optimizer)
-        observers = {"memory": self.memory, "reference": context.synced}
-        self.observers = {name: each for name, each in observers.items() if each is not None}
-        parts = {"optimizer": optimizer, "schedule": schedule, **self.observers}
+        parts: dict[str, Any] = {"optimizer": optimizer, "schedule": schedule}
+        if self.feed.stateful:
+            parts["memory"] = self.feed
+        if context.synced is not None:
+            parts["reference"] = context.synced
         self.state = {"accelerator": context.accelerator, "policy": policy, "parts": parts}
         self._compare_data()
         self.objective, self.weightings = compose(self.losses, self.read), weightings(self.losses)
@@ -115,7 +108,7 @@ class Training:
         self.lowest = math.inf  # or the negative of the highest
         # Read on one rank: what the others see of a shared disk may be older, and they save together or not at all.
         self.best, self.lowest = from_main(context.accelerator, self._find_best)
-        self._unused = weakref.finalize(self, _drop, self.resources)  # unless it is iterated over
+        self._unused = weakref.finalize(self, _drop, self.feed)  # unless it is iterated over
 
     def _compare_data(self) -> None:
         """Raise ValueError if ranks have other rows than each other, or other revisions of a model on the Hub."""
@@ -189,9 +182,9 @@ class Training:
         """
         config = self.context.config
         self._use_once()
-        with self.resources:
+        with closing(self.feed):
             with self._running() as run:
-                if self.evaluation is not None and self.start == 0:
+                if self.feed.evaluates and self.start == 0:
                     self._evaluate()
                     run.log(0, self.metrics)
                 for step in self._optimize():
@@ -272,9 +265,10 @@ class Training:
     def _observe(self, step: StepResult) -> None:
         """Take the metrics of a step, and show them to what has a state of its own."""
         self.step = step.number
-        self.metrics = {**step.metrics, **self.report()}
-        for observer in self.observers.values():
-            observer.observe(self.metrics)
+        self.metrics = {**step.metrics, **self.feed.step_metrics()}
+        self.feed.observe(self.metrics)
+        if self.context.synced is not None:
+            self.context.synced.observe(self.metrics)
 
     def _vote(self, run: _Running, *, to_save: bool, left: bool, busy: float) -> dict[str, float]:
         """Decide with all ranks what follows the step, by one sum: what happens on one of them ends the run on all.
@@ -325,9 +319,9 @@ class Training:
 
     def _describe(self, step: int, micro_batches: list[int]) -> str:
         """Name rows of these micro-batches of all ranks; if there are none, rows of the whole step."""
-        if not hasattr(self.feed, "plan"):  # one of the caller's own
-            return "look at what its feed gave"
         plan = self.feed.plan(step)
+        if not any(gather_object(plan)):  # a feed of the caller's own that plans nothing
+            return "look at what its feed gave"
         examples = gather_object([index for i in micro_batches for index in plan[i]])
         what = "the loss is not finite in a micro-batch of" if examples else "its losses are finite, and its rows are"
         examples = examples or gather_object([index for part in plan for index in part])
@@ -364,27 +358,20 @@ class Training:
         Raises:
             ValueError: if there are neither rows nor ``eval_data``, or the recipe can't evaluate rows.
         """
-        evaluation = self.evaluation
-        if rows is not None:
-            if self.held_out is None:
-                raise ValueError("evaluate: an online recipe samples the completions of eval_data; pass rows as that")
-            evaluation = self.held_out(rows)
-        if evaluation is None:
+        if rows is None and not self.feed.evaluates:
             raise ValueError("evaluate: this run has no held-out data; give it some, eval_data=rows or eval_data=0.1")
         self._restore_accelerate()
-        metrics: Mapping[str, float] = {}
         with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
-            if isinstance(evaluation, Feed):
-                batches, policy = evaluation(0), self.state["policy"]
-                metrics = evaluate(self.context.accelerator, policy, batches, self.objective, self.weightings)
-            else:
-                metrics = evaluation(self.step)
+            metrics = self.feed.evaluate(self._measure, rows)
         return {f"eval/{name}": value for name, value in metrics.items()}
+
+    def _measure(self, batches: list[Batch]) -> Mapping[str, float]:
+        return evaluate(self.context.accelerator, self.state["policy"], batches, self.objective, self.weightings)
 
     def _evaluate(self) -> bool:
         """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
         with at("evaluating"):
-            held_out = {} if self.evaluation is None else self.evaluate()
+            held_out = self.evaluate() if self.feed.evaluates else {}
         schedule = self.state["parts"]["schedule"]
         self.metrics |= held_out
         if self.step > 0 and isinstance(schedule, optimizers.AT_EVALUATION):
@@ -436,7 +423,7 @@ def stragglers(seconds: Sequence[float]) -> dict[str, float]:
     return {"ranks/slowest": float(slowest), "ranks/excess_seconds": seconds[slowest] - statistics.median_low(seconds)}
 
 
-def _drop(resources: AbstractContextManager[Any]) -> None:
+def _drop(feed: StepFeed) -> None:
     """End a run whose steps were never taken."""
     liveness.end_run()
-    resources.__exit__(None, None, None)
+    feed.close()

@@ -29,6 +29,7 @@ from burnish.loops.rl.context import RLContext
 from burnish.loops.rollouts.replay import ReplaySource
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
+from burnish.loops.runs.context import RunContext
 from burnish.loops.runs.feed import Feed
 from burnish.loops.runs.reference import frozen
 from burnish.loops.train.losses import (
@@ -262,25 +263,30 @@ def replaying(samples, config):
     )
 
 
-class OneStep(RLContext):
-    """A context of its parts in which a recipe takes one step of plain SGD, with learning rate 1, on these samples."""
+class OneStep(RunContext):
+    """A run of its parts in which a recipe takes one step of plain SGD, with learning rate 1."""
 
-    def __init__(self, config, policy, reference, samples, accelerator, *, step=STEP):
-        scheduler = replaying(samples, config) if accelerator.is_main_process else None
-        rewards = [RewardFunction(name, None, weight) for name, weight in config.rewards.items()]
-        data = Dataset.from_dict({"prompt": [[1]] * GROUPS})
-        super().__init__(config, accelerator, None, policy, data, rewards=rewards, scheduler=scheduler)
+    def __init__(self, config, policy, reference, accelerator, *, step=STEP):
+        super().__init__(config, accelerator, None, policy, Dataset.from_dict({"prompt": [[1]] * GROUPS}))
         self.frozen, self.step = reference, step
 
     def reference(self, kind, *, needed, temperature):
         return (self.frozen if needed else None), None
 
-    def train(self, losses, read, feed, *, report, save):
+    def train(self, losses, read, feed, *, save):
         micro_batches = feed(self.step)
         result = stepped(self.accelerator, self.model, micro_batches, compose(losses, read), weightings(losses))
-        result["metrics"] |= {name: value for name, value in report().items() if name not in _OF_THE_SAMPLER}
+        further = {name: value for name, value in feed.step_metrics().items() if name not in _OF_THE_SAMPLER}
+        result["metrics"] |= further
         feed.close()
         return SimpleNamespace(train=lambda: result)
+
+
+def given_samples(run, samples):
+    """A context in which these are the samples of the run."""
+    scheduler = replaying(samples, run.config) if run.accelerator.is_main_process else None
+    rewards = [RewardFunction(name, None, weight) for name, weight in run.config.rewards.items()]
+    return RLContext(run, rewards, scheduler)
 
 
 def one_step_of(config, policy, reference, samples, accelerator, **options):
@@ -288,7 +294,9 @@ def one_step_of(config, policy, reference, samples, accelerator, **options):
     open_recipe = open_ppo if isinstance(config, PPO) else open_grpo
     with tempfile.TemporaryDirectory() as directory:
         config = replace(config, output=directory)
-        return open_recipe(config, OneStep(config, policy, reference, samples, accelerator, **options)).train()
+        return open_recipe(
+            config, given_samples(OneStep(config, policy, reference, accelerator, **options), samples)
+        ).train()
 
 
 def online_step(config, layout, accelerator, samples, mesh=None):

@@ -15,6 +15,7 @@ from burnish.loops.rl.feed import RolloutFeed
 from burnish.loops.rollouts.replay import ReplaySource, open_sample_log, read_samples, write_samples
 from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
+from burnish.loops.runs.context import RunContext
 from tiny import make_model
 
 GROUPS, ANSWERS = 4, 3
@@ -58,8 +59,8 @@ def open_feed(policy):
         )
         settings = {"micro_tokens": None, "prompts_per_rollout": groups, **(settings or {})}
         config = GRPO(model="", data="", output="", **settings)
-        parts = {"rewards": rewards, "scheduler": scheduler, "sample_log": sample_log}
-        context = RLContext(config, Accelerator(), None, policy, prompts, **parts)
+        run = RunContext(config, Accelerator(), None, policy, prompts)
+        context = RLContext(run, rewards, scheduler, sample_log=sample_log)
         opened.append(RolloutFeed(context, **hooks))
         return opened[-1]
 

@@ -3,6 +3,7 @@
 import random
 import types
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,16 @@ def test_a_servers_limits_are_settings(fake, fields, monkeypatch):
     config = GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, attempts=3, **limits))
     context = open_rl(config)
     assert context.scheduler.attempts == 3 and {name: made[name] for name in limits} == limits
+    context.scheduler.close()
+
+
+def test_a_context_can_be_copied_after_a_reference_was_made(fake, fields):
+    config = GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url), ref_model_sync_steps=1)
+    context = open_rl(config)
+    context.run.reference("copy")
+    assert context.run.synced is not None
+    assert replace(context, rewards=()).run is context.run
+    assert replace(context.run, config=replace(config, seed=1)).model is context.run.model
     context.scheduler.close()
 
 
