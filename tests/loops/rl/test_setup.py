@@ -64,10 +64,5 @@ def test_data_without_what_a_reward_reads_is_named(refused, tmp_path):
     assert "held_out.jsonl has no column 'answer'; there are prompt" in said
 
 
-def test_a_schedule_that_follows_the_loss_of_evaluations_is_refused(refused):
-    said = refused("grpo", ROWS, schedule="greedy", eval_data=1, eval_every=1)
-    assert "schedule: greedy follows eval/loss, and held-out prompts have rewards; use another" in said
-
-
 def test_a_model_that_is_not_there_is_named(refused):
     assert "model: /no/such/model is neither a directory" in refused("grpo", ROWS, model="/no/such/model")
