@@ -195,7 +195,8 @@ def hl_gauss(logp: Histogram, target: PerToken, *, low: Finite, high: Above, sig
     within("hl_gauss", Positive, sigma=sigma)
     _check_bounds("hl_gauss", low, high)
     y = target.clamp(low, high)
-    edges = torch.linspace(low, high, logp.shape[-1] + 1, dtype=logp.dtype, device=logp.device)
+    bins = logp.shape[-1]
+    edges = low + (high - low) / bins * torch.arange(bins + 1, dtype=logp.dtype, device=logp.device)
     below = torch.special.ndtr((edges - y[..., None]) / sigma)
     share = below.diff(dim=-1) / (below[..., -1:] - below[..., :1])
     loss = -torch.where(share > 0, share * logp, 0.0).sum(-1)

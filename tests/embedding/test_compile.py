@@ -100,14 +100,22 @@ ELEMENTWISE = [case for case in CASES if case.values[0] not in COUPLED]
 def tensor(kind, seed):
     """Random float64 log-probabilities, labels or ids of the shape that the annotation names."""
     generator = torch.Generator().manual_seed(seed)
-    sizes = {"vocabulary": 5, "tokens": UNITS, "sequences": UNITS, "pairs": UNITS, "completions": UNITS, "steps": UNITS}
+    sizes = {
+        "vocabulary": 5,
+        "bins": 5,
+        "tokens": UNITS,
+        "sequences": UNITS,
+        "pairs": UNITS,
+        "completions": UNITS,
+        "steps": UNITS,
+    }
     shape = [sizes[name.lstrip("*")] for name in kind.dim_str.split()]
     values = -3 * torch.rand(shape, generator=generator, dtype=torch.float64)
     if "bool" in kind.dtypes:
         return values < -1.5
     if "int64" in kind.dtypes and "float64" not in kind.dtypes:
         return torch.arange(UNITS) // 2
-    return values.log_softmax(-1) if kind.dim_str.endswith("vocabulary") else values
+    return values.log_softmax(-1) if kind.dim_str.endswith(("vocabulary", "bins")) else values
 
 
 def arguments(parameters, *, value=0.25, seed=0):
@@ -115,7 +123,7 @@ def arguments(parameters, *, value=0.25, seed=0):
     positional, keyword = [], {}
     for i, parameter in enumerate(parameters):
         kind = parameter.annotation
-        number = 2 + value if parameter.name == "ratio_cap" else value
+        number = 2 + value if parameter.name in ("ratio_cap", "high") else value
         if parameter.kind is parameter.KEYWORD_ONLY:
             keyword[parameter.name] = kind if isinstance(kind, str) else number
         elif kind in (int, float):

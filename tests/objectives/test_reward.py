@@ -165,6 +165,11 @@ def test_a_tie_is_not_accurate() -> None:
     same = torch.zeros(2)
     assert rw.bradley_terry(same, same, -1.0)[1]["accuracy"].tolist() == [0, 0]
     assert rw.step_loss(same, torch.tensor([True, False]))[1]["accuracy"].tolist() == [0, 0]
+    no, yes = torch.zeros(2, dtype=torch.bool), torch.ones(2, dtype=torch.bool)
+    assert rw.bradley_terry_ties(same, same, no, threshold=1.0)[1]["accuracy"].tolist() == [0, 0]
+    at_threshold = rw.bradley_terry_ties(same + 1, same, yes, threshold=1.0)
+    assert at_threshold[1]["accuracy"].tolist() == [0, 0]
+    assert rw.ordinal_preference(same, same, same + 1)[1]["accuracy"].tolist() == [0, 0]
     assert rw.step_loss(torch.tensor([1.0, -1.0]), same + 0.5)[1]["accuracy"].tolist() == [0, 0]
 
 
