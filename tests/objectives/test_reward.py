@@ -170,6 +170,7 @@ def test_a_tie_is_not_accurate() -> None:
     at_threshold = rw.bradley_terry_ties(same + 1, same, yes, threshold=1.0)
     assert at_threshold[1]["accuracy"].tolist() == [0, 0]
     assert rw.ordinal_preference(same, same, same + 1)[1]["accuracy"].tolist() == [0, 0]
+    assert rw.ordinal_preference(same + 1, same, same + 0.5)[1]["accuracy"].tolist() == [0, 0]
     assert rw.step_loss(torch.tensor([1.0, -1.0]), same + 0.5)[1]["accuracy"].tolist() == [0, 0]
 
 
@@ -476,6 +477,7 @@ IDS, ID = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
             lambda: rw.histogram_mean(THREE, low=-math.inf, high=1.0),
             "histogram_mean: low must be finite, got -inf",
         ),
+        (lambda: rw.histogram_mean(THREE, low=math.inf, high=1.0), "histogram_mean: low must be finite, got inf"),
         (
             lambda: rw.histogram_mean(THREE, low=0.0, high=math.inf),
             "histogram_mean: high must be finite, above low = 0.0, got inf",
