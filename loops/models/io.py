@@ -412,7 +412,7 @@ def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
             selected_adapters=["default"],
             save_embedding_layers=False,
         )
-        plain = model.get_base_model()
+        plain: Any = model.get_base_model()
         if plain.can_generate():  # for a run that goes on with the adapter: its base has other end tokens
             plain.generation_config.save_pretrained(directory)
 

@@ -345,9 +345,8 @@ class Training:
             return False
         if every == "epoch":
             return step // self.steps_per_epoch > (step - 1) // self.steps_per_epoch
-        if every < 1:
-            every = math.ceil(every * self.feed.steps)
-        return step % every == 0
+        period = math.ceil(every * self.feed.steps) if every < 1 else every
+        return step % period == 0
 
     def evaluate(self, rows: Any = None) -> dict[str, float]:
         """The metrics ``eval/...`` of the model as it is, on ``eval_data`` or on these rows. Every rank calls it.
