@@ -31,20 +31,25 @@ class DecodeSequence:
     """
 
     def __init__(self, request: Request, index: int) -> None:
-        self.request, self.index, self.sampling = request, index, request.sampling
+        self.request = request
+        self.index = index
+        self.sampling = request.sampling
         generator = torch.Generator().manual_seed(request.seed(index))
         numbers = torch.rand(self.sampling.max_tokens, generator=generator, dtype=torch.float64)
         self.uniform: list[float] = numbers.tolist()
         self.max_length = len(request.prompt) + self.sampling.max_tokens
-        self.place = request.task, request.turn, sorted(request.indices), index
+        self.place = (request.task, request.turn, sorted(request.indices), index)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
         self.finish: Literal["stop", "length", "aborted"] | None = None
 
     def append(self, token: int, logprob: float, version: int) -> None:
+        """Add a token that weights of this version gave, with its log-prob."""
         end = len(self.tokens)
-        start = self.spans.pop().start if self.spans and self.spans[-1].version == version else end
+        start = end
+        if self.spans and self.spans[-1].version == version:  # the last span grows
+            start = self.spans.pop().start
         self.spans.append(VersionSpan(version, start, end + 1))
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -78,19 +83,22 @@ class ModelRunner:
     def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """[texts, longest], padded on the right, where no used position attends."""
         longest = max(map(len, texts))
-        return torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts], device=self.policy.device)
+        padded = [[*text, *[0] * (longest - len(text))] for text in texts]
+        return torch.tensor(padded, device=self.policy.device)
 
     def states(self, at: Tensor | None = None, *, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
         """The input of the head [rows, ...] at these columns, or at the last; and the cache, if the model has one."""
-        plain, fused = self.policy.plain, self.policy.fused
-        body = plain.base_model if fused else plain
+        fused = self.policy.fused
+        body = self.policy.plain.base_model if fused else self.policy.plain
         if cache is not None:
             inputs[_cache_name(type(body))] = cache
         output = body(**inputs)
         # A head that can't be fused is not a known function of the hidden states: keep its logits instead.
         states: Tensor = output.last_hidden_state if fused else output.logits
         cache = next((value for name, value in output.items() if name in _CACHES), None)
-        return states[:, -1] if at is None else states[torch.arange(len(states), device=at.device), at], cache
+        if at is None:
+            return states[:, -1], cache
+        return states[torch.arange(len(states), device=at.device), at], cache
 
     def logits(self, states: Tensor) -> Tensor:
         """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
@@ -112,19 +120,31 @@ def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingPa
     Returns int64 tokens [rows], and their log-probs [rows] under the distribution that they were drawn from.
     A row of temperature 0 takes its likeliest token, and its log-prob is that of temperature 1.
     """
-    rows = max(1, (_ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS) // logits.shape[1])
-    if len(logits) > rows:
-        parts = [slice(i, i + rows) for i in range(0, len(logits), rows)]
-        tokens, logprobs = zip(*(draw(logits[part], uniform[part], sampling[part]) for part in parts), strict=True)
-        return torch.cat(tokens), torch.cat(logprobs)
+    most = _ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS
+    rows = max(1, most // logits.shape[1])
+    if len(logits) <= rows:
+        return _draw(logits, uniform, sampling)
+    tokens, logprobs = [], []
+    for first in range(0, len(logits), rows):
+        part = slice(first, first + rows)
+        drawn, logprob = _draw(logits[part], uniform[part], sampling[part])
+        tokens.append(drawn)
+        logprobs.append(logprob)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+    """`draw`, of all rows at once."""
     settings = [(u, row.temperature, row.top_k, row.top_p) for u, row in zip(uniform, sampling, strict=True)]
     columns = torch.tensor(settings, dtype=torch.float64, device=logits.device)[:, :, None]
     number, temperature, top_k, top_p = columns.unbind(1)  # [rows, 1]
-    kinds, greedy = set(sampling), temperature == 0
+    greedy = temperature == 0
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Asked of the settings, not of the tensors: a GPU would have to be waited for.
+    kinds = set(sampling)
     if any(kind.temperature not in (0.0, 1.0) for kind in kinds):
         logits = logits / temperature.masked_fill(greedy, 1.0).to(logits.dtype)
-    if any(kind.temperature and (kind.top_k or kind.top_p < 1) for kind in kinds):
+    if any(_cuts(kind) for kind in kinds):
         logits = _likeliest(logits, top_k.masked_fill(greedy, 0.0), top_p.masked_fill(greedy, 1.0))
     highest = logits.amax(-1, keepdim=True)
     cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
@@ -134,6 +154,11 @@ def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingPa
         token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
     logprob = (logits.gather(1, token) - highest).double() - total.log()
     return token[:, 0], logprob[:, 0].to(logits.dtype)
+
+
+def _cuts(sampling: SamplingParams) -> bool:
+    """True if some tokens can't be drawn."""
+    return sampling.temperature != 0 and (sampling.top_k > 0 or sampling.top_p < 1)
 
 
 def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:

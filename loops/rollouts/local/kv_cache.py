@@ -52,7 +52,10 @@ class ContinuousBatch(Cache):
         self, runner: ModelRunner, fit: Callable[[int], int], window: float = math.inf, *, unwritten: float = 0.0
     ) -> None:
         super().__init__(layers=[])
-        self.runner, self.fit, self.window, self.unwritten = runner, fit, window, unwritten
+        self.runner = runner
+        self.fit = fit
+        self.window = window
+        self.unwritten = unwritten
         self.sequences: list[DecodeSequence] = []
         self.stores: list[Tensor] = []
         self.length = torch.zeros(0, dtype=torch.int64, device=runner.policy.device)
@@ -79,24 +82,35 @@ class ContinuousBatch(Cache):
         states = []
         while unread:
             most = max(1, READ // max(len(text) for text, _ in unread))
-            part, unread = unread[:most], unread[most:]
-            ids = self.runner.ids([text for text, _ in part])
-            length, copies = torch.tensor([(len(text), count) for text, count in part], device=ids.device).T
-            cache: Any = DynamicCache()
-            last, _ = self.runner.states(length - 1, cache=cache, input_ids=ids, use_cache=True)
-            states.append(last.repeat_interleave(copies, dim=0))
-            row, self.length = len(self.length), torch.cat([self.length, length.repeat_interleave(copies)])
-            self.row = torch.arange(len(self.length), device=ids.device)
-            new = [x for layer in cache.layers for x in (layer.keys, layer.values)]  # each [texts, heads, columns, d]
-            if not self.stores:
-                kinds = [(x.shape[1], x.shape[3], autocast_dtype(x) or x.dtype) for x in new]
-                self.stores = [ids.new_zeros(0, heads, 0, size, dtype=dtype) for heads, size, dtype in kinds]
-            self._reserve(int(self.length.max()) + 1)
-            for i, (text, count) in enumerate(part):
-                for store, read in zip(self.stores, new, strict=True):
-                    store[row : row + count, :, : len(text)] = read[i, :, : len(text)]
-                row += count
+            states.append(self._read(unread[:most]))
+            unread = unread[most:]
         return torch.cat(states)
+
+    def _read(self, texts: Sequence[tuple[list[int], int]]) -> Tensor:
+        """Read texts, each for so many rows, and store their keys and values; returns the last states of the rows."""
+        ids = self.runner.ids([text for text, _ in texts])
+        lengths = [(len(text), count) for text, count in texts]
+        length, copies = torch.tensor(lengths, device=ids.device).T
+        cache = DynamicCache()
+        last, _ = self.runner.states(length - 1, cache=cache, input_ids=ids, use_cache=True)
+        first_row = len(self.length)
+        self.length = torch.cat([self.length, length.repeat_interleave(copies)])
+        self.row = torch.arange(len(self.length), device=ids.device)
+        new = _keys_and_values(cache)
+        if not self.stores:
+            self.stores = [self._empty_store(each) for each in new]
+        self._reserve(int(self.length.max()) + 1)
+        row = first_row
+        for i, (text, count) in enumerate(texts):
+            for store, read in zip(self.stores, new, strict=True):
+                store[row : row + count, :, : len(text)] = read[i, :, : len(text)]
+            row += count
+        return last.repeat_interleave(copies, dim=0)
+
+    def _empty_store(self, like: Tensor) -> Tensor:
+        """[0, heads, 0, d], for keys or values such as these [texts, heads, columns, d]."""
+        dtype = autocast_dtype(like) or like.dtype
+        return self.length.new_zeros(0, like.shape[1], 0, like.shape[3], dtype=dtype)
 
     def step(self) -> Tensor:
         last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.length.device)[:, None]
@@ -105,8 +119,13 @@ class ContinuousBatch(Cache):
         hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
         mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
-        inputs = {"input_ids": last, "position_ids": self.length[:, None], "attention_mask": mask[:, None, None]}
-        states, _ = self.runner.states(cache=self, **inputs, use_cache=True)
+        states, _ = self.runner.states(
+            cache=self,
+            input_ids=last,
+            position_ids=self.length[:, None],
+            attention_mask=mask[:, None, None],
+            use_cache=True,
+        )
         self.length = self.length + 1
         return states
 
@@ -114,10 +133,12 @@ class ContinuousBatch(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write one token per row where the row ends; returns what has been written so far."""
-        keys, values = self.stores[2 * layer_idx : 2 * layer_idx + 2]
-        for store, states in ((keys, key_states), (values, value_states)):
-            store[self.row, :, self.length] = states[:, :, 0].to(store.dtype)
-        return keys[: len(self.row), :, : self.width], values[: len(self.row), :, : self.width]
+        keys = self.stores[2 * layer_idx]
+        values = self.stores[2 * layer_idx + 1]
+        keys[self.row, :, self.length] = key_states[:, :, 0].to(keys.dtype)
+        values[self.row, :, self.length] = value_states[:, :, 0].to(values.dtype)
+        rows = len(self.row)
+        return keys[:rows, :, : self.width], values[:rows, :, : self.width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.width - 1
@@ -131,13 +152,16 @@ class ContinuousBatch(Cache):
         if len(kept) == len(self.sequences):
             return
         order = list(range(len(kept)))
-        gaps, moved = sorted(set(order) - set(kept)), [row for row in kept if row >= len(kept)]
+        gaps = sorted(set(order) - set(kept))
+        moved = [row for row in kept if row >= len(kept)]
         for gap, row in zip(gaps, moved, strict=True):
             order[gap] = row
-        for store in self.stores if gaps else ():
-            store[gaps] = store[moved]
+        if gaps:
+            for store in self.stores:
+                store[gaps] = store[moved]
         self.sequences = [self.sequences[row] for row in order]
-        self.length, self.row = self.length[order], self.row[: len(order)]
+        self.length = self.length[order]
+        self.row = self.row[: len(order)]
         if not order:
             self.stores = []
 
@@ -148,7 +172,8 @@ class ContinuousBatch(Cache):
             return
         columns = max(columns, min(columns + _STEP, self.longest))
         for i, old in enumerate(self.stores):  # one after the other, so that only one is held twice
-            new = old.new_full((rows, old.shape[1], columns, old.shape[3]), self.unwritten if i % 2 else 0.0)
+            filler = self.unwritten if i % 2 else 0.0  # of values; a large key is masked, and could overflow
+            new = old.new_full((rows, old.shape[1], columns, old.shape[3]), filler)
             new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
             self.stores[i] = new
 
@@ -162,18 +187,21 @@ class StaticBatch:
     """
 
     def __init__(self, runner: ModelRunner, fit: Callable[[int], int], *, cached: bool) -> None:
-        self.runner, self.fit, self.cached = runner, fit, cached
+        self.runner = runner
+        self.fit = fit
+        self.cached = cached
         self.sequences: list[DecodeSequence] = []
         self.cache: Any = None
 
     def admit(self, waiting: Sequence[DecodeSequence]) -> int:
         if self.sequences:
             return 0
-        alike = next(groupby(waiting, key=lambda sequence: list(sequence.request.prompt)))[1]
+        _, alike = next(groupby(waiting, key=lambda sequence: list(sequence.request.prompt)))
         return max(1, min(len(list(alike)), self.fit(waiting[0].max_length)))
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
-        self.sequences, self.cache = list(sequences), None
+        self.sequences = list(sequences)
+        self.cache = None
         return self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences])
 
     def step(self) -> Tensor:
@@ -194,16 +222,44 @@ class StaticBatch:
                 self.cache.reorder_cache(torch.tensor(kept, device=self.runner.policy.device))
 
 
+def _keys_and_values(cache: DynamicCache) -> list[Tensor]:
+    """Of the first layer, of the second, ..., each [texts, heads, columns, d]."""
+    layers: Any = cache.layers
+    held: list[Tensor] = []
+    for layer in layers:
+        held += [layer.keys, layer.values]
+    return held
+
+
 def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Callable[[int], int]:
     """The ``fit`` of a `ContinuousBatch`, or of the model's own cache: of every token something, one state, or both."""
-    sizes = [0]
-    for length in (1,) if continuous else (1, 2):  # the former keeps as much of every token
-        inputs: dict[str, Any] = {"input_ids": runner.ids([[1] * length]), "use_cache": True}
-        with runner.inference():
-            _, cache = runner.states(cache=DynamicCache() if continuous else None, **inputs)
-            values = [x for layer in cache.layers for x in vars(layer).values()]
-            tensors = [x for value in values for x in (value.values() if isinstance(value, dict) else [value])]
-            held = [(x, (autocast_dtype(x) if continuous else None) or x.dtype) for x in tensors if torch.is_tensor(x)]
-            sizes.append(sum(x.numel() * dtype.itemsize for x, dtype in held))
-    one, more = sizes[1], sizes[-1] - sizes[-2]
+    one = _cache_size(runner, 1, continuous=continuous)
+    # A `ContinuousBatch` keeps as much of every token; other caches hold states of a fixed size as well.
+    more = one if continuous else _cache_size(runner, 2, continuous=False) - one
     return lambda longest: cache_bytes // (one + more * (longest - 1))
+
+
+def _cache_size(runner: ModelRunner, length: int, *, continuous: bool) -> int:
+    """Bytes of what a cache holds of one text of this length."""
+    ids = runner.ids([[1] * length])
+    size = 0
+    with runner.inference():
+        _, cache = runner.states(cache=DynamicCache() if continuous else None, input_ids=ids, use_cache=True)
+        for tensor in _tensors_of(cache):
+            dtype = tensor.dtype
+            if continuous:  # it keeps what attention multiplies
+                dtype = autocast_dtype(tensor) or dtype
+            size += tensor.numel() * dtype.itemsize
+    return size
+
+
+def _tensors_of(cache: Cache) -> list[Tensor]:
+    """All tensors of the layers of a cache, also those in a dict of several states."""
+    values: list[Any] = []
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            if isinstance(value, dict):
+                values += value.values()
+            else:
+                values.append(value)
+    return [value for value in values if isinstance(value, Tensor)]

@@ -15,8 +15,7 @@ from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights, refuse_closed
 from .decode import DecodeSequence, ModelRunner, draw
-from .kv_cache import ContinuousBatch, StaticBatch
-from .probe import choose_batch
+from .probe import Batch, choose_batch
 
 
 class LocalSource:
@@ -56,9 +55,11 @@ class LocalSource:
         self.vocab: int = vocab or min(config.vocab_size, known)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.runner = ModelRunner(self.policy, self.vocab, context)
-        cache_bytes = free_share(self.policy.device) if cache_bytes is None else cache_bytes
+        if cache_bytes is None:
+            cache_bytes = free_share(self.policy.device)
         self._make_batch = choose_batch(self.runner, cache_bytes)
-        self._version, self._closed = version, False
+        self._version = version
+        self._closed = False
         self._arrived: list[DecodeSequence] = []
         self._awaited: dict[asyncio.Future[None], list[DecodeSequence]] = {}
         self._engine: asyncio.Task[None] | None = None
@@ -80,13 +81,23 @@ class LocalSource:
             del self._awaited[done]
             for sequence in sequences:  # of a cancelled request
                 sequence.finish = sequence.finish or "aborted"
-        samples = []
-        for sequence in sequences:
-            tokens, finish = sequence.tokens, sequence.finish or "aborted"
-            text = "" if self.tokenizer is None else str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-            parts = tokens, [True] * len(tokens), sequence.logprobs, sequence.spans, finish, text
-            samples.append(Sample(request.task, sequence.index, list(request.prompt), *parts))
-        return samples
+        return [self._sample_of(sequence) for sequence in sequences]
+
+    def _sample_of(self, sequence: DecodeSequence) -> Sample:
+        text = ""
+        if self.tokenizer is not None:
+            text = str(self.tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+        return Sample(
+            sequence.request.task,
+            sequence.index,
+            list(sequence.request.prompt),
+            sequence.tokens,
+            [True] * len(sequence.tokens),
+            sequence.logprobs,
+            sequence.spans,
+            sequence.finish or "aborted",
+            text,
+        )
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         refuse_closed(self._closed, "local")
@@ -105,48 +116,70 @@ class LocalSource:
     async def _run(self) -> None:
         """Draw a token for every sequence of the batch, repeatedly, until no request is left."""
         queue: list[DecodeSequence] = []
-        batch: ContinuousBatch | StaticBatch | None = None
-        read_version = self._version
+        batch: Batch | None = None
+        read_version: int | None = None
         try:
             while True:
                 await asyncio.sleep(0)  # requests of the same turn of the event loop begin together
-                arrived, self._arrived = sorted(self._arrived, key=lambda sequence: sequence.place), []
-                queue = [sequence for sequence in [*queue, *arrived] if sequence.finish is None]
+                queue = self._unfinished(queue)
                 if batch is not None:
                     batch.drop_finished()
                 if batch is None or not batch.sequences:
                     if not queue:
                         return
                     batch = self._make_batch(queue[0].max_length)
-                elif read_version != self._version:  # drop keys and values computed with other weights
-                    under_way = batch.sequences
-                    batch = self._make_batch(max(sequence.max_length for sequence in under_way))
-                    with self.runner.inference():
-                        batch.join(under_way)
+                elif read_version != self._version:
+                    batch = self._read_again(batch.sequences)
                 count = batch.admit(queue)
-                joining, queue = queue[:count], queue[count:]
+                joining = queue[:count]
+                queue = queue[count:]
+                assert self._version is not None
                 read_version = self._version
-                assert read_version is not None
-                with self.runner.inference():
-                    states = [batch.step()] if batch.sequences else []
-                    states += [batch.join(joining)] if joining else []
-                    uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
-                    sampling = [sequence.sampling for sequence in batch.sequences]
-                    tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
-                for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
-                    if not logprob > float("-inf"):
-                        raise SourceError(
-                            f"local: the weights of version {read_version} give log-probs of {logprob}, so they hold "
-                            "NaN or overflow; lower the learning rate, and continue from a checkpoint before this step"
-                        )
-                    sequence.append(token, logprob, read_version)
-                for done, sequences in self._awaited.items():
-                    if not done.done() and all(sequence.finish is not None for sequence in sequences):
-                        done.set_result(None)
+                self._draw_tokens(batch, joining, read_version)
+                self._answer_finished()
         except torch.OutOfMemoryError as error:
             self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
         except Exception as error:
             self._fail(error)
+
+    def _unfinished(self, queue: list[DecodeSequence]) -> list[DecodeSequence]:
+        """The sequences that wait, and after them those that have arrived, sorted; without those of a request that was
+        cancelled."""
+        arrived = sorted(self._arrived, key=lambda sequence: sequence.place)
+        self._arrived = []
+        return [sequence for sequence in [*queue, *arrived] if sequence.finish is None]
+
+    def _read_again(self, under_way: list[DecodeSequence]) -> Batch:
+        """A batch of the same sequences, without the keys and values that other weights have computed."""
+        batch = self._make_batch(max(sequence.max_length for sequence in under_way))
+        with self.runner.inference():
+            batch.join(under_way)
+        return batch
+
+    def _draw_tokens(self, batch: Batch, joining: list[DecodeSequence], version: int) -> None:
+        """Append a token to every sequence of a batch, and to those that join it."""
+        with self.runner.inference():
+            states = []
+            if batch.sequences:
+                states.append(batch.step())
+            if joining:
+                states.append(batch.join(joining))
+            uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
+            sampling = [sequence.sampling for sequence in batch.sequences]
+            tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
+        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not logprob > float("-inf"):
+                raise SourceError(
+                    f"local: the weights of version {version} give log-probs of {logprob}, so they hold "
+                    "NaN or overflow; lower the learning rate, and continue from a checkpoint before this step"
+                )
+            sequence.append(token, logprob, version)
+
+    def _answer_finished(self) -> None:
+        """Wake the requests whose sequences are all finished."""
+        for done, sequences in self._awaited.items():
+            if not done.done() and all(sequence.finish is not None for sequence in sequences):
+                done.set_result(None)
 
     def _fail(self, error: Exception) -> None:
         self._arrived.clear()
@@ -191,4 +224,5 @@ def free_share(device: torch.device) -> int:
     free = torch.cuda.mem_get_info(device)[0]
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # ours already
     share = (free + unused) // 4
-    return share >> 30 << 30 or share
+    gib = 1 << 30
+    return share if share < gib else share // gib * gib
