@@ -77,31 +77,22 @@ def rehearse(
     ranks = ranks or int(os.environ.get("WORLD_SIZE") or config.parallel.copy_size)
     if capacity is not None and config.keep_bytes is None:
         config = replace(config, keep_bytes=min(2**32, capacity // 32))  # as the head does on such a GPU
-    fewer, share = config, 1.0
-    if hasattr(config, "prompts_per_rollout") and config.micro_tokens is not None:
-        # As many prompts as fill two micro-batches of every rank: more of the same follow.
-        of_rank = 2 * -(-config.micro_tokens // (config.group_size * config.max_tokens)) + 1
-        prompts = min(config.prompts_per_rollout, ranks * of_rank * config.minibatches)
-        fewer, share = replace(config, prompts_per_rollout=prompts), prompts / config.prompts_per_rollout
+    fewer = _fewer_prompts(config, ranks)
     gpu = capacity is not None
     with _ranks(ranks), simulate(gpu=gpu) as simulation, _stand_ins(simulation, capacity):
         training = open_recipe(fewer)
         with closing(training.feed):
-            context, feed, model = training.context, training.feed, training.context.model
+            model = training.context.model
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            policy, optimizer = training.state["policy"], training.state["parts"]["optimizer"]
-            _begin(simulation, context, optimizer, trained)
-            if isinstance(rollouts := getattr(feed, "rollouts", feed), RolloutFeed):
+            _begin(simulation, training.context, training.state["parts"]["optimizer"], trained)
+            rollouts = getattr(training.feed, "rollouts", training.feed)
+            if isinstance(rollouts, RolloutFeed):
                 _sample_last_tokens(simulation, rollouts, -(-config.prompts_per_rollout // ranks))
             with simulation.labeled("activations"):
-                tokens, micro_batches, batch = _largest(feed, model)
-                simulated = [batch] * min(micro_batches, 2)  # the second one meets the gradient of the first
-                losses, limit = (training.objective, training.weightings), config.max_grad_norm or torch.inf
-                train_step(context.accelerator, policy, optimizer, simulated, *losses, max_grad_norm=limit)
+                tokens, micro_batches, batch = _largest(training.feed, model)
+                _train_once(training, [batch] * min(micro_batches, 2))  # the second one meets the gradient of the first
             if training.directory is not None:
-                with simulation.labeled("weights, to be saved"):
-                    saved = named_weights(model, getattr(model.plain, "stored_dtype", None), tied=False)
-                    deque(saved, maxlen=1 if gpu else None)  # each goes from the GPU to the host
+                _save(simulation, model)
     memory = Counter({label: size for label, size in simulation.peak.items() if size > 0})
     if config.quantize is not None:
         _count_quantized(memory, model.plain, config)
@@ -109,15 +100,48 @@ def rehearse(
         memory["DDP buckets"] = sum(parameter.nbytes for parameter in trained)
     return Rehearsal(
         memory=memory,
-        tokens=tokens / share,
+        tokens=tokens / (_prompts(fewer) / _prompts(config)),
         micro_batches=micro_batches,
         largest=_tokens(batch, model),
-        steps=feed.steps,
+        steps=training.feed.steps,
         ranks=ranks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trained=sum(parameter.numel() for parameter in trained),
         layout=model.layout,
     )
+
+
+def _fewer_prompts(config: Any, ranks: int) -> Any:
+    """The settings with as many prompts as fill two micro-batches of every rank: more of the same follow."""
+    if not hasattr(config, "prompts_per_rollout") or config.micro_tokens is None:
+        return config
+    tokens_of_prompt = config.group_size * config.max_tokens
+    of_rank = 2 * -(-config.micro_tokens // tokens_of_prompt) + 1
+    enough = ranks * of_rank * config.minibatches
+    return replace(config, prompts_per_rollout=min(config.prompts_per_rollout, enough))
+
+
+def _prompts(config: Any) -> int:
+    return int(getattr(config, "prompts_per_rollout", 1))
+
+
+def _train_once(training: Training, micro_batches: Sequence[Batch]) -> None:
+    train_step(
+        training.context.accelerator,
+        training.state["policy"],
+        training.state["parts"]["optimizer"],
+        micro_batches,
+        training.objective,
+        training.weightings,
+        max_grad_norm=training.context.config.max_grad_norm or torch.inf,
+    )
+
+
+def _save(simulation: Simulation, model: Any) -> None:
+    """Make the weights that a run saves, one after the other."""
+    with simulation.labeled("weights, to be saved"):
+        saved = named_weights(model, getattr(model.plain, "stored_dtype", None), tied=False)
+        deque(saved, maxlen=1 if simulation.gpu else None)  # each goes from the GPU to the host
 
 
 def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequence[Any]) -> None:
@@ -168,16 +192,23 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
 
 
 def _count_quantized(memory: Counter[str], plain: Any, config: Any) -> None:
-    """Weights of the linear layers, which were simulated whole, as bitsandbytes holds them: 4 bits and for each 64 a
-    float32, or a byte where that is quantized; 8 bits and a float32 for each row. The one that computes is whole."""
-    head, scale = plain.get_output_embeddings(), 1 if config.quantize_kwargs.get("bnb_4bit_use_double_quant") else 4
+    """Count the weights of linear layers, which were simulated whole, as bitsandbytes holds them; one is whole again
+    while it computes."""
+    head = plain.get_output_embeddings()
     layers = [each for each in plain.modules() if isinstance(each, torch.nn.Linear) and each is not head]
     frozen = [each.weight for each in layers if not each.weight.requires_grad]
     for weight in frozen:
-        size = weight.numel()
-        held = size // 2 + scale * size // 64 if config.quantize == "4bit" else size + 4 * len(weight)
-        memory["weights, frozen"] += held - weight.nbytes
+        memory["weights, frozen"] += _quantized_bytes(weight, config) - weight.nbytes
     memory["dequantized weight"] = max((weight.nbytes for weight in frozen), default=0)
+
+
+def _quantized_bytes(weight: torch.Tensor, config: Any) -> int:
+    """Bytes that bitsandbytes holds a matrix in, with its scales."""
+    size = weight.numel()
+    if config.quantize == "8bit":
+        return size + 4 * len(weight)  # a float32 scale for each row
+    scale_bytes = 1 if config.quantize_kwargs.get("bnb_4bit_use_double_quant") else 4
+    return size // 2 + scale_bytes * size // 64  # a scale for each 64 numbers
 
 
 def _completion(config: Any) -> int:
@@ -188,28 +219,48 @@ def _completion(config: Any) -> int:
 def _largest(feed: Any, model: Any) -> tuple[float, int, Batch]:
     """Tokens of a step over all ranks, micro-batches of a rank, and the micro-batch that needs most memory."""
     if hasattr(getattr(feed, "batches", None), "lengths"):
-        lengths, width = feed.batches.lengths, model.plain.config.get_text_config().hidden_size
-
-        def memory(indices: Sequence[int]) -> int:  # some 20 values of hidden size per token and layer, and a mask
-            return int(lengths[indices].sum()) * (20 * int(width) + int(lengths[indices].max(initial=0)))
-
-        some = range(0, feed.steps, -(-feed.steps // _STEPS))
-        plans = {step: feed.batches.plan(step) for step in some}
-        _, step, feed.rank = max(
-            (max(map(memory, part)), step, r) for step in some for r, part in enumerate(plans[step])
-        )
-        mean = sum(int(lengths[feed.batches.indices(step)].sum()) for step in some) / len(some)
-        return mean, max(len(plan[0]) for plan in plans.values()), max(feed(step), key=lambda b: _tokens(b, model))
+        return _largest_of_data(feed, model)
     # Of distillation some steps train on completions of the student, the others on the data.
-    of_steps = [feed(step) for step in sorted({0, *list(getattr(feed, "rollout_of", ()))[:1]})]
-    batch = max((batch for batches in of_steps for batch in batches), key=lambda b: _tokens(b, model))
+    steps = sorted({0, *list(getattr(feed, "rollout_of", ()))[:1]})
+    of_steps = [feed(step) for step in steps]
+    everything = [batch for batches in of_steps for batch in batches]
     tokens = sum(_tokens(batch, model) for batch in of_steps[-1])
-    return float(tokens * PartialState().num_processes / ranks_together(model)), max(map(len, of_steps)), batch
+    ranks = PartialState().num_processes / ranks_together(model)
+    return float(tokens * ranks), max(map(len, of_steps)), _most_tokens(everything, model)
+
+
+def _largest_of_data(feed: Any, model: Any) -> tuple[float, int, Batch]:
+    """`_largest`, of data whose lengths are known: only the largest micro-batch is made."""
+    lengths = feed.batches.lengths
+    width = int(model.plain.config.get_text_config().hidden_size)
+
+    def memory(indices: Sequence[int]) -> int:
+        """Some 20 values of hidden size per token and layer, and a mask."""
+        return int(lengths[indices].sum()) * (20 * width + int(lengths[indices].max(initial=0)))
+
+    some = range(0, feed.steps, -(-feed.steps // _STEPS))
+    plans = {step: feed.batches.plan(step) for step in some}
+    sizes = []
+    for step, plan in plans.items():
+        for rank, parts in enumerate(plan):
+            sizes.append((max(map(memory, parts)), step, rank))
+    _, step, feed.rank = max(sizes)
+    mean = sum(int(lengths[feed.batches.indices(step)].sum()) for step in some) / len(some)
+    micro_batches = max(len(plan[0]) for plan in plans.values())
+    return mean, micro_batches, _most_tokens(feed(step), model)
+
+
+def _most_tokens(batches: Sequence[Batch], model: Any) -> Batch:
+    return max(batches, key=lambda batch: _tokens(batch, model))
 
 
 def _tokens(batch: Batch, model: Any) -> int:
-    reads = [(1 if model.layout == "shared" else len(e.completions), e) for e in batch.examples]
-    return sum(len(e.prompt) * count + sum(map(len, e.completions)) for count, e in reads)
+    """Tokens that the model computes; a prompt that is read once for all of its completions counts once."""
+    tokens = 0
+    for example in batch.examples:
+        prompts = 1 if model.layout == "shared" else len(example.completions)
+        tokens += len(example.prompt) * prompts + sum(map(len, example.completions))
+    return tokens
 
 
 @contextmanager
@@ -227,7 +278,6 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         "runs.context.stored_tokens": _store_tokens,
         "runs.teacher.stored_tokens": _store_tokens,
         "rollouts.local.source.free_share": lambda device: (capacity - live.total()) // 4 if capacity else 2 << 30,
-        "rollouts.local.probe.objection": lambda plain, probe: None,  # compares values
         "rl.sources.open_source": without_server,
         "rl.sources.distributed": lambda accelerator, source, *_, **__: (source, None),
         "rl.feed.RolloutFeed._take": _take_longest,
@@ -243,30 +293,39 @@ def _store_tokens(path: Any, feed: Any, compute: Any, accelerator: Any, reuse: b
     """Replaces `stored_tokens`: the same shapes, computed from one micro-batch."""
     computed = compute(feed.batch(feed.plan(0)[0]))
     lengths = [sum(map(sum, trained)) for trained in feed.dataset["trained"]]
-    return {name: [x.new_zeros(n, *x.shape[1:]) for n in lengths] for name, x in computed.items()}, metadata or {}
+    columns = {}
+    for name, values in computed.items():
+        columns[name] = [values.new_zeros(length, *values.shape[1:]) for length in lengths]
+    return columns, metadata or {}
 
 
 def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
     """In place of `RolloutFeed._take`: the longest prompts, and completions that never end by themselves. Their rewards
     differ within each group, so that every group is trained on."""
-    config, length = feed.config, _completion(feed.config)
-    prompts, spans = sorted(feed.context.run.data["prompt"], key=len, reverse=True), [VersionSpan(number, 0, length)]
-    tokens, trained, logprobs = [0] * length, [True] * length, [0.0] * length
+    config = feed.config
+    length = _completion(config)
+    prompts = sorted(feed.context.run.data["prompt"], key=len, reverse=True)
+    spans = [VersionSpan(number, 0, length)]
+    tokens = [0] * length
+    trained = [True] * length
+    logprobs = [0.0] * length
 
     def sample(task: int, index: int) -> Sample:
         rewards = {reward.name: float(index % 2) for reward in feed.context.rewards}
         prompt = prompts[task % len(prompts)]
-        return Sample(task, index, prompt, tokens, trained, logprobs, spans, "stop", " ", dict(rewards))
+        return Sample(task, index, prompt, tokens, trained, logprobs, spans, "stop", " ", rewards)
 
-    groups = range(config.prompts_per_rollout)
-    return [[sample(task, index) for index in range(config.group_size)] for task in groups], {}
+    groups = []
+    for task in range(config.prompts_per_rollout):
+        groups.append([sample(task, index) for index in range(config.group_size)])
+    return groups, {}
 
 
 def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch], Any]) -> None:
     """In place of `RolloutFeed._measure`: the largest micro-batch is computed."""
-    model, batches = feed.context.run.model, rollout.micro_batches(feed.config.micro_tokens, **feed.batching)
+    batches = rollout.micro_batches(feed.config.micro_tokens, **feed.batching)
     with torch.no_grad(), feed.context.run.accelerator.autocast():
-        columns = measure(max(batches, key=lambda batch: _tokens(batch, model)))
+        columns = measure(_most_tokens(list(batches), feed.context.run.model))
     for name, column in columns.items():
         rollout[name] = column.new_zeros(len(rollout.sequence), *column.shape[1:])
 

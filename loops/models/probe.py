@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from ...data import Example
 from .backbone import Backbone
 from .rows import Layout, Rows
+from .sharding import local
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,11 @@ def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
         if cut and probe() is None:
             return None
     return probe()
+
+
+def without_values(plain: nn.Module) -> bool:
+    """True for a model in a simulation, whose tensors have shapes alone: nothing can be compared."""
+    return any(isinstance(local(parameter), FakeTensor) for parameter in plain.parameters())
 
 
 @contextmanager

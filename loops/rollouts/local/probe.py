@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ....kernels.backend import autocast_dtype
-from ...models.probe import REFUSALS, objection
+from ...models.probe import REFUSALS, objection, without_values
 from ..sample import Request, SamplingParams
 from .decode import DecodeSequence, ModelRunner
 from .kv_cache import READ, ContinuousBatch, StaticBatch, cache_fit
@@ -74,7 +74,7 @@ def _objection_to_continuous(runner: ModelRunner) -> str | None:
         # Where a mask shows too much, zeros would change a few percent, and large values change everything.
         return _try_out(ContinuousBatch(runner, lambda longest: 4, unwritten=1e3))
 
-    return objection(plain, probe)
+    return None if without_values(plain) else objection(plain, probe)
 
 
 def _static(runner: ModelRunner, cache_bytes: int) -> tuple[Callable[[], StaticBatch], str]:
@@ -83,7 +83,8 @@ def _static(runner: ModelRunner, cache_bytes: int) -> tuple[Callable[[], StaticB
     def probe() -> str | None:
         return _try_out(StaticBatch(runner, lambda longest: 4, cached=True))
 
-    unusable = objection(runner.policy.plain, probe)
+    plain = runner.policy.plain
+    unusable = None if without_values(plain) else objection(plain, probe)
     if unusable is None:
         fit = cache_fit(runner, cache_bytes, continuous=False)
         return lambda: StaticBatch(runner, fit, cached=True), "with its own cache"
