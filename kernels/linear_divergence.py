@@ -170,12 +170,23 @@ class DivergenceArguments(NamedTuple):
 
     def pair(self, kept: Sequence[Tensor], only: Tensor | None = None) -> HeadPair:
         """Both heads, ready for the passes; ``only`` ``[live]``: the rows that are worked on, if not all."""
-        temperature = self.temperature if self.temperature is None or only is None else self.temperature[only]
-        student, teacher = (TileStore(tiles, self.rows, self.vocab, only=only) for tiles in kept)
+        temperature = self.temperature
+        if temperature is not None and only is not None:
+            temperature = temperature[only]
+        student = HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
+        teacher = HeadFactors(
+            self.teacher_hidden,
+            self.teacher_weight,
+            self.teacher_bias,
+            self.teacher_low,
+            self.teacher_up,
+            self.teacher_compute,
+        )
+        of_student, of_teacher = (TileStore(tiles, self.rows, self.columns, self.vocab, only=only) for tiles in kept)
         return HeadPair(
-            HeadFactors(*self[:5], self.compute).rounded(only),
-            HeadFactors(*self[5:10], self.teacher_compute).rounded(only),
-            (student, teacher),
+            student.rounded(only),
+            teacher.rounded(only),
+            (of_student, of_teacher),
             (
                 LogitTransform(self.scale, self.softcap, temperature),
                 LogitTransform(self.teacher_scale, self.teacher_softcap, temperature),
@@ -186,9 +197,14 @@ class DivergenceArguments(NamedTuple):
 
     def allocate_kept(self) -> tuple[Tensor, Tensor]:
         """Memory for the tiles of each head that stay: half of the bytes for either."""
-        dtype, by_default = accumulation_dtype(self.hidden.dtype), divergence_passes.KEEP
-        arguments = self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, by_default, 2
-        return passes.allocate_kept(*arguments), passes.allocate_kept(*arguments)
+        dtype = accumulation_dtype(self.hidden.dtype)
+
+        def allocate() -> Tensor:
+            return passes.allocate_kept(
+                self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, divergence_passes.KEEP, 2
+            )
+
+        return allocate(), allocate()
 
 
 TENSORS = DivergenceArguments._fields.index("scale")  # the tensors before it are saved for backward

@@ -16,8 +16,8 @@ u = scaling·(hidden·Aᵀ), and, because Σ_v dz_v = g_L,
 
     dT = −(Σ_v dz_v·z_v)/T = −(Σ_v dz_v·x_v + g_L·m)/T
 
-(8 − 2f)·NDV floating-point operations, where f is the part of the logits that is kept: all but the last tile when N is
-small. Backward costs in proportion to the rows that a gradient arrives at: the others, clipped or of advantage 0, are
+(8 − 2f)·NDV floating-point operations, where f is the part of the logits that is kept: all of them when N is small.
+Backward costs in proportion to the rows that a gradient arrives at: the others, clipped or of advantage 0, are
 left out. Moved: W and dW once, h and dh once per vocabulary tile. With backend "fused" one Triton kernel is all of
 forward (triton_forward.py), and nothing is kept.
 
@@ -25,13 +25,14 @@ Precision, in every backend and with gradients or without: h, W, A, B and u are 
 and their products are summed in float32. Logits are never rounded.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import passes, reference, softmax
+from . import launch_table, passes, reference, softmax
 from .backend import (
     Backend,
     accumulation_dtype,
@@ -49,11 +50,7 @@ from .head import Head, HeadFactors, checked_head
 from .passes import WAITS, TileStore, operator_schema
 from .reference import EXTRAS, Extra, Logprobs, TopK
 from .sharding import combine, sum_over
-from .softmax import IMPOSSIBLE, OUTPUTS, SAVED, LogitTransform, Softmax, SoftmaxState, rows_of, run
-
-# Whether "auto" is the fused kernel where neither gradients nor ranks are wanted. Predicted for the shape of README.md:
-# 17 to 19 ms, and 15 to 16 for tiles. One figure of a GPU will decide.
-FUSED_WITHOUT_GRADIENTS = True
+from .softmax import IMPOSSIBLE, OUTPUTS, SAVED, Coefficients, LogitTransform, Softmax, SoftmaxState, rows_of, run
 
 
 def linear_logprob(
@@ -108,45 +105,48 @@ def linear_logprob(
     who = "linear_logprob"
     check_types(who, target=target)
     head = checked_head(who, hidden, head)
-    tensors = {"hidden": (hidden, list(hidden.shape)), "target": (target, [len(hidden), *target.shape[1:2]])}
-    check_tensors(who, tensors, {"temperature": temperature})
-    size, start = len(head.weight), 0 if head.shard is None else head.shard.start
+    check_tensors(
+        who,
+        {"hidden": (hidden, list(hidden.shape)), "target": (target, [len(hidden), *target.shape[1:2]])},
+        {"temperature": temperature},
+    )
+    size = len(head.weight)
     if head.shard is None:
         vocab = checked_vocab(who, vocab, size)
-    check_outputs(who, outputs, EXTRAS, target, top_k, vocab if head.shard is None else None)
+        check_outputs(who, outputs, EXTRAS, target, top_k, vocab)
+    else:
+        check_outputs(who, outputs, EXTRAS, target, top_k, None)
     compute = checked_dtype(who, compute_dtype, hidden, keep_bytes)
     if main_grad is not None:
         check_main_grad(who, main_grad, head.weight)
-    columns = size if vocab is None else min(max(vocab - start, 0), size)  # that are not padding, of this rank's
     with torch.autocast(hidden.device.type, enabled=False):  # it would round logits to 16 bits
         backend = choose_backend(who, backend, hidden)
+        if backend == "fused" and ("rank" in outputs or "top1" in outputs or top_k is not None):
+            raise ValueError(f"{who}: backend='fused' sees no tile of logits to rank; use 'triton' or 'auto'")
         if backend == "reference":
             if head.shard is not None or main_grad is not None:
                 raise ValueError(f"{who}: backend='reference' knows neither shards nor main_grad; use another")
-            options: Any = {"temperature": temperature, "vocab": columns, "outputs": outputs, "top_k": top_k}
-            return reference.linear_logprob(hidden, head, target, compute_dtype=compute, **options)
-        if backend == "fused" and ("rank" in outputs or "top1" in outputs or top_k is not None):
-            raise ValueError(f"{who}: backend='fused' sees no tile of logits to rank; use 'triton' or 'auto'")
-        factors = HeadFactors.of(hidden, head, compute)
-        temperatures = softmax.per_row(temperature, hidden)
-        graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*factors[:5], temperatures))
-        rank, likeliest = "rank" in outputs, max(top_k or 0, int("top1" in outputs))
-        arguments = LogprobArguments(
-            *factors[:5],
-            temperatures,
-            target if target.ndim == 2 else target[:, None],
-            main_grad=hidden.new_empty(0) if main_grad is None else main_grad,
-            scale=head.scale,
-            softcap=head.softcap,
-            vocab=columns,
-            start=start,
-            group=None if head.shard is None else head.shard.group.group_name,
-            mean="mean_logprob" in outputs,
-            squares="log_sum_squares" in outputs,
-            rank=rank,
-            top_k=likeliest,
-            compute=factors.compute,
-            **plan(factors, backend, keep_bytes, graph=graph, ranked=rank or likeliest > 0),
+            return reference.linear_logprob(
+                hidden,
+                head,
+                target,
+                temperature=temperature,
+                vocab=size if vocab is None else vocab,
+                outputs=outputs,
+                top_k=top_k,
+                compute_dtype=compute,
+            )
+        arguments = LogprobArguments.of(
+            HeadFactors.of(hidden, head, compute),
+            head,
+            target,
+            softmax.per_row(temperature, hidden),
+            vocab=vocab,
+            outputs=outputs,
+            top_k=top_k,
+            keep_bytes=keep_bytes,
+            main_grad=main_grad,
+            backend=backend,
         )
         logprob, entropy, logsumexp, mean, squares, *_, ranks, ids, top_logprob = _forward(*arguments)
     return Logprobs(
@@ -156,23 +156,44 @@ def linear_logprob(
         mean_logprob=mean if arguments.mean else None,
         log_sum_squares=squares if arguments.squares else None,
         top1=ids[:, 0] if "top1" in outputs else None,
-        rank=ranks if rank else None,
+        rank=ranks if arguments.rank else None,
         top_k=None if top_k is None else TopK(ids, top_logprob),
     )
 
 
-def plan(
-    factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, graph: bool, ranked: bool
-) -> dict[str, Any]:
-    """The arguments that say how to compute, by device and arguments only: the same call is always cut the same way."""
+class Plan(NamedTuple):
+    """How a call is computed: the size of tiles, the bytes of logits that stay for backward, and the backend."""
+
+    rows: int
+    columns: int
+    keep_bytes: int | None
+    backend: Backend
+
+
+def plan(factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, graph: bool, ranked: bool) -> Plan:
+    """How to compute, by device and arguments only: the same call is always cut the same way.
+
+    Args:
+        backend: of ``choose_backend``; "auto" is one of the two of Triton.
+        graph: whether a gradient is wanted.
+        ranked: whether ranks or likeliest tokens are, for which tiles of logits have to be there.
+    """
     if backend == "auto":
-        # The fused kernel reads W as it is: of one in another dtype it would need a rounded copy.
-        fused = FUSED_WITHOUT_GRADIENTS and factors.weight.dtype == factors.compute
-        backend = "fused" if fused and not graph and not ranked else "triton"
+        may_be_fused = launch_table.FUSED_WITHOUT_GRADIENTS and not graph and not ranked
+        backend = "fused" if may_be_fused and _prefers_fused(factors) else "triton"
     on_gpu = factors.hidden.device.type == "cuda"
-    rows, columns = (passes.GPU_ROWS, passes.GPU_COLUMNS) if on_gpu else (passes.ROWS, passes.COLUMNS)
-    keep_bytes = keep_bytes if graph and backend != "fused" else 0
-    return {"rows": rows, "columns": columns, "keep_bytes": keep_bytes, "backend": backend}
+    return Plan(
+        rows=passes.GPU_ROWS if on_gpu else passes.ROWS,
+        columns=passes.GPU_COLUMNS if on_gpu else passes.COLUMNS,
+        keep_bytes=keep_bytes if graph and backend != "fused" else 0,
+        backend=backend,
+    )
+
+
+def _prefers_fused(factors: HeadFactors) -> bool:
+    architecture = launch_table.architecture_of(factors.hidden.device)
+    width = factors.hidden.shape[1]
+    return launch_table.prefers_fused(architecture, factors.compute, factors.weight.dtype, width)
 
 
 class LogprobArguments(NamedTuple):
@@ -201,23 +222,91 @@ class LogprobArguments(NamedTuple):
     backend: str
     compute: torch.dtype
 
+    @classmethod
+    def of(
+        cls,
+        factors: HeadFactors,
+        head: Head,
+        target: Tensor,
+        temperature: Tensor | None,
+        *,
+        vocab: int | None,
+        outputs: tuple[Extra, ...],
+        top_k: int | None,
+        keep_bytes: int | None,
+        main_grad: Tensor | None,
+        backend: Backend,
+    ) -> "LogprobArguments":
+        """The arguments of a call of ``linear_logprob``."""
+        hidden, weight, bias, low, up, compute = factors
+        size = len(weight)
+        start = 0 if head.shard is None else head.shard.start
+        columns = size if vocab is None else min(max(vocab - start, 0), size)  # that are not padding, of this rank's
+        rank = "rank" in outputs
+        likeliest = max(top_k or 0, int("top1" in outputs))
+        differentiable = [t for t in (hidden, weight, bias, low, up, temperature) if t is not None]
+        graph = torch.is_grad_enabled() and any(t.requires_grad for t in differentiable)
+        how = plan(factors, backend, keep_bytes, graph=graph, ranked=rank or likeliest > 0)
+        return cls(
+            hidden,
+            weight,
+            bias,
+            low,
+            up,
+            temperature,
+            target if target.ndim == 2 else target[:, None],
+            main_grad=hidden.new_empty(0) if main_grad is None else main_grad,
+            scale=head.scale,
+            softcap=head.softcap,
+            vocab=columns,
+            start=start,
+            group=None if head.shard is None else head.shard.group.group_name,
+            mean="mean_logprob" in outputs,
+            squares="log_sum_squares" in outputs,
+            rank=rank,
+            top_k=likeliest,
+            rows=how.rows,
+            columns=how.columns,
+            keep_bytes=how.keep_bytes,
+            backend=how.backend,
+            compute=compute,
+        )
+
+    @property
+    def is_triton(self) -> bool:
+        """Whether Triton passes keep tiles in 16 bits, and their tops."""
+        return self.backend == "triton"
+
     def operands(self, only: Tensor | None = None) -> tuple[HeadFactors, Tensor, LogitTransform]:
         """The rounded head, the targets as this rank numbers them, and what is done to logits, of all rows or some."""
+        factors = HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
         target = self.target - self.start if self.start else self.target
         transform = LogitTransform(self.scale, self.softcap, self.temperature)
-        head = HeadFactors(*self[:5], self.compute).rounded(only)
-        return (head, target, transform) if only is None else (head, target[only], rows_of(transform, only))
+        if only is None:
+            return factors.rounded(), target, transform
+        return factors.rounded(only), target[only], rows_of(transform, only)
 
-    def allocate(self) -> tuple[Tensor, ...]:
-        """Memory for the tiles that are kept and for their tops, of which c itself has none; and for a ``Ranking``."""
-        exact, triton, n = accumulation_dtype(self.hidden.dtype), self.backend == "triton", self.hidden.shape[0]
-        dtype = factor_dtype(self.hidden, self.compute) if triton else exact
+    def allocate(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Memory for the tiles that are kept and for their tops, of which c itself has none; and for a ``Ranking``:
+        ranks, and ids and log-probs of the likeliest."""
+        n = self.hidden.shape[0]
+        exact = accumulation_dtype(self.hidden.dtype)
+        dtype = exact
+        if self.is_triton and factor_dtype(self.hidden, self.compute).itemsize == 2:
+            dtype = torch.float16  # of logits less their top, also where factors are bfloat16: 3 bits more
         kept = passes.allocate_kept(self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, passes.KEEP)
-        tops = self.hidden.new_empty(kept.shape[0] if triton else 0, n, dtype=exact)
-        ranks, ids = self.target.new_empty(n if self.rank else 0), self.target.new_empty(n, self.top_k)
-        return kept, tops, ranks, ids, self.hidden.new_empty(n, self.top_k, dtype=exact)
+        tops = passes.allocate_tops(kept if self.is_triton else kept[:0], self.columns, exact)
+        ranks = self.target.new_empty(n if self.rank else 0)
+        ids = self.target.new_empty(n, self.top_k)
+        likeliest = self.hidden.new_empty(n, self.top_k, dtype=exact)
+        return kept, tops, ranks, ids, likeliest
+
+    def store(self, kept: Tensor, tops: Tensor, only: Tensor | None = None) -> TileStore:
+        """The memory that ``allocate`` made, for tiles of all rows or some."""
+        return TileStore(kept, self.rows, self.columns, self.vocab, tops if self.is_triton else None, only)
 
 
+TEMPERATURE = LogprobArguments._fields.index("temperature")
 NEEDED = LogprobArguments._fields.index("target")  # the tensors before it have a gradient
 TENSORS = LogprobArguments._fields.index("main_grad")  # the tensors before it are saved for backward
 
@@ -230,41 +319,66 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
     check_values("linear_logprob", given.target if given.group is None else None, given.vocab, given.temperature)
     head, target, transform = given.operands()
-    (kept, tops, *ranked), n, vocab = given.allocate(), len(target), given.vocab
+    kept, tops, ranks, ids, likeliest = given.allocate()
     ranking = None
     if given.rank or given.top_k:
-        ranking = passes.Ranking(head, given.top_k, target[:, 0] if given.rank else None, vocab, given.group)
+        of_target = target[:, 0] if given.rank else None
+        ranking = passes.Ranking(head, given.top_k, of_target, given.vocab, given.group)
     if given.backend == "fused":
         from . import triton_forward
 
-        options: Any = {"vocab": vocab, "mean": given.mean, "squares": given.squares}
-        state = triton_forward.accumulate(head.columns(slice(vocab)), target, transform=transform, **options)
+        whole = head.columns(slice(given.vocab))
+        state = triton_forward.accumulate(
+            whole, target, transform=transform, vocab=given.vocab, mean=given.mean, squares=given.squares
+        )
     else:
         state = SoftmaxState.start(target, tops, given.mean, given.squares)
-        store = TileStore(kept, given.rows, vocab, tops if given.backend == "triton" else None)
-        for columns in passes.vocabulary_spans(vocab, given.columns, head.hidden.device):
-            span = head.columns(columns)
-            for rows in passes.spans(n, given.rows):
-                tile, shifted = store.tile(rows, columns)
-                span.logits(rows, tile)
-                if ranking is not None:
-                    ranking.update(tile, rows, columns)
-                column, sums = target[rows] - columns.start, rows_of(state, rows)
-                if given.backend == "triton":
-                    from . import triton_softmax
-
-                    triton_softmax.fold_(tile, column, sums, rows_of(transform, rows), shifted)
-                else:
-                    rest = column, sums, rows_of(transform, rows)
-                    sums.store_(run(softmax.fold, tile, *rest, width=given.columns, logits=n * vocab))
+        _fold_tiles(given, head, target, transform, given.store(kept, tops), state, ranking)
     if given.group is not None:
         state = combine(state, target, given.vocab, given.group)
     results = softmax.finish(state)
     if given.softcap is None:
         results.logprob.masked_fill_(results.chosen < IMPOSSIBLE, -torch.inf)
     if ranking is not None:
-        ranked = [*ranking.finish(results, transform, given.start)]
-    return *results, kept, tops, *ranked
+        ranks, ids, likeliest = ranking.finish(results, transform, given.start)
+    return *results, kept, tops, ranks, ids, likeliest
+
+
+def _fold_tiles(
+    given: LogprobArguments,
+    head: HeadFactors,
+    target: Tensor,
+    transform: LogitTransform,
+    store: TileStore,
+    state: SoftmaxState,
+    ranking: passes.Ranking | None,
+) -> None:
+    """Compute the logits tile by tile, and fold each into ``state`` and ``ranking``."""
+    n = len(target)
+    for columns in passes.vocabulary_spans(given.vocab, given.columns, head.hidden.device):
+        span = head.columns(columns)
+        for rows in passes.spans(n, given.rows):
+            tile, shifted = store.tile(rows, columns)
+            span.logits(rows, tile)
+            if ranking is not None:
+                ranking.update(tile, rows, columns)
+            column = target[rows] - columns.start
+            sums = rows_of(state, rows)
+            if given.is_triton:
+                from . import triton_softmax
+
+                triton_softmax.fold_(tile, column, sums, rows_of(transform, rows), shifted)
+            else:
+                folded = run(
+                    softmax.fold,
+                    tile,
+                    column,
+                    sums,
+                    rows_of(transform, rows),
+                    width=given.columns,
+                    logits=n * given.vocab,
+                )
+                sums.store_(folded)
 
 
 @_forward.register_fake
@@ -283,54 +397,109 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     """The gradients of hidden, weight, bias, low, up and temperature, empty where not needed; that of the weight is
     added to ``main_grad`` if there is one."""
-    given, saved = LogprobArguments(*arguments), Softmax(*outputs)
-    n, vocab = len(given.target), given.vocab
+    given = LogprobArguments(*arguments)
+    saved = Softmax(*outputs)
+    n = len(given.target)
     live, unit = passes.live_rows(upstream, factor_dtype(given.hidden, given.compute), given.scale)
     head, target, transform = given.operands(live)
     if live is not None:
         upstream = [u[live] if u is not None and u.numel() else u for u in upstream]
         saved = rows_of(saved, live)
-    arriving = softmax.coefficients([None if u is None else u / unit for u in upstream], saved, transform)
-    moments = torch.zeros_like(saved.shift) if needed[5] else None
-    store = TileStore(kept[0], given.rows, vocab, kept[1] if given.backend == "triton" else None, live)
-
-    def open_span(columns: slice) -> tuple[HeadFactors, Callable[[slice, Tensor], None]]:
-        span = head.columns(columns)
-
-        def write(rows: slice, out: Tensor) -> None:
-            tile, shifted = store.tile(rows, columns)
-            if columns.start >= store.recomputed:
-                span.logits(rows, tile)
-            column, moment = target[rows] - columns.start, None if moments is None else moments[rows]
-            rest = saved.shift[rows], rows_of(arriving, rows), rows_of(transform, rows)
-            if given.backend != "torch":  # backward of "fused" is Triton's, too
-                from . import triton_softmax
-
-                source, top = shifted or (tile, None)
-                triton_softmax.backward_tile_(source, column, *rest, out, top=top, moments=moment)
-                return
-            dc = out if out.dtype == tile.dtype else torch.empty_like(tile)
-            cut = {"width": given.columns, "logits": len(target) * vocab}
-            added = run(softmax.backward_tile, tile, *rest, moment is not None, dc, **cut)
-            softmax.add_target_(dc, column, rest[1].gain)
-            if dc is not out:  # 16 bits: rounded once, with the targets' share
-                out.copy_(dc)
-            if moment is not None and added is not None:
-                moment += added
-
-        return span, write
-
+    moments = torch.zeros_like(saved.shift) if needed[TEMPERATURE] else None
+    tiles = _BackwardTiles(
+        given,
+        head,
+        target,
+        transform,
+        saved,
+        softmax.coefficients([None if u is None else u / unit for u in upstream], saved, transform),
+        given.store(kept[0], kept[1], live),
+        moments,
+    )
     main_grad = given.main_grad if given.main_grad.ndim == 2 else None
-    hidden, weight, bias, low, up = passes.multiply_out(head, needed, store, unit, open_span, main_grad)
-    if given.group is not None:
+    hidden, weight, bias, low, up = passes.multiply_out(head, needed, tiles.store, unit, tiles.open_span, main_grad)
+    if given.group is not None:  # a rank has the sums over its part of the vocabulary
         for t in (hidden, low, moments):
             if t is not None:
                 sum_over(t, given.group)
     if moments is not None:
         moments = softmax.temperature_gradient(moments * unit, upstream, saved, transform)
     if live is not None:
-        hidden, low, moments = (passes.scatter_rows(t, live, n) for t in (hidden, low, moments))
+        hidden = passes.scatter_rows(hidden, live, n)
+        low = passes.scatter_rows(low, live, n)
+        moments = passes.scatter_rows(moments, live, n)
     return passes.returned(arguments[:NEEDED], (hidden, weight, bias, low, up, moments))
+
+
+class _BackwardTiles(NamedTuple):
+    """Tiles of dc.
+
+    Attributes:
+        arriving: what dc is made of, see ``softmax.coefficients``.
+        moments: ``[N]``, to which each tile adds Σ_v dz_v·x_v; None if temperatures need no gradient.
+    """
+
+    given: LogprobArguments
+    head: HeadFactors
+    target: Tensor
+    transform: LogitTransform
+    saved: Softmax
+    arriving: Coefficients
+    store: TileStore
+    moments: Tensor | None
+
+    def open_span(self, columns: slice) -> tuple[HeadFactors, Callable[[slice, Tensor], None]]:
+        """The factors of a span of the vocabulary, and what writes dc of a tile of it."""
+        span = self.head.columns(columns)
+        return span, functools.partial(self._write, span, columns)
+
+    def _write(self, span: HeadFactors, columns: slice, rows: slice, out: Tensor) -> None:
+        """Write dc of a tile into ``out``, from c that was kept, or is computed again."""
+        tile, shifted = self.store.tile(rows, columns)
+        if columns.start >= self.store.recomputed:
+            span.logits(rows, tile)
+        column = self.target[rows] - columns.start
+        if self.given.backend == "torch":
+            self._write_by_torch(tile, column, rows, out)
+        else:  # backward of "fused" is Triton's, too
+            self._write_by_triton(tile, shifted, column, rows, out)
+
+    def _write_by_triton(
+        self, tile: Tensor, shifted: tuple[Tensor, Tensor] | None, column: Tensor, rows: slice, out: Tensor
+    ) -> None:
+        from . import triton_softmax
+
+        source, top = shifted or (tile, None)
+        triton_softmax.backward_tile_(
+            source,
+            column,
+            self.saved.shift[rows],
+            rows_of(self.arriving, rows),
+            rows_of(self.transform, rows),
+            out,
+            top=top,
+            moments=None if self.moments is None else self.moments[rows],
+        )
+
+    def _write_by_torch(self, tile: Tensor, column: Tensor, rows: slice, out: Tensor) -> None:
+        arriving = rows_of(self.arriving, rows)
+        dc = out if out.dtype == tile.dtype else torch.empty_like(tile)
+        added = run(
+            softmax.backward_tile,
+            tile,
+            self.saved.shift[rows],
+            arriving,
+            rows_of(self.transform, rows),
+            self.moments is not None,
+            dc,
+            width=self.given.columns,
+            logits=len(self.target) * self.given.vocab,
+        )
+        softmax.add_target_(dc, column, arriving.gain)
+        if dc is not out:  # 16 bits: rounded once, with the targets' share
+            out.copy_(dc)
+        if self.moments is not None and added is not None:
+            self.moments[rows] += added
 
 
 @_backward.register_fake

@@ -47,19 +47,38 @@ class TileStore:
     Torch passes keep c itself, in the place where it was computed. Triton passes keep z less the largest z of its row
     in the tile, in 16 bits, and ``tops``, those largest: near the top, where the probability is, hardly a digit is
     lost, while of plain logits rounded to 16 bits hardly one would be left.
+
+    Args:
+        kept: ``[C, N]``, memory for the first C columns of the vocabulary. Each span of them ``[N, width]`` is in one
+            piece, one after the other.
+        rows, columns: of a tile.
+        tops: ``[spans, N]``; None where c itself is kept.
+        only: ``[live]``, the rows of N that are worked on, if not all.
+
+    Attributes:
+        recomputed: tiles from this column on are not kept.
+        width: of the buffer.
     """
 
     def __init__(
-        self, kept: Tensor, rows: int, vocab: int, tops: Tensor | None = None, only: Tensor | None = None
+        self,
+        kept: Tensor,
+        rows: int,
+        columns: int,
+        vocab: int,
+        tops: Tensor | None = None,
+        only: Tensor | None = None,
     ) -> None:
-        self.kept = kept  # [tiles, N, columns]
-        self.tops = tops  # [tiles, N]; None where c itself is kept
-        self.only = only  # [live], the rows of N that are worked on, if not all
-        self.rows, self.columns, self.vocab = rows, kept.shape[2], vocab
-        self.recomputed = len(kept) * self.columns  # tiles from this column on are not kept
+        self.kept = kept
+        self.tops = tops
+        self.only = only
+        self.rows = rows
+        self.columns = columns
+        self.vocab = vocab
+        self.recomputed, self.all_rows = kept.shape
+        self.width = -(-min(vocab, columns) // ALIGNED) * ALIGNED
         dtype = kept.dtype if tops is None else tops.dtype
-        self.width = -(-min(vocab, self.columns) // ALIGNED) * ALIGNED
-        self.buffer = kept.new_empty(min(kept.shape[1], rows), self.width, dtype=dtype)
+        self.buffer = kept.new_empty(min(self.all_rows, rows), self.width, dtype=dtype)
 
     def tile(self, rows: slice, columns: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton pass keeps, or has
@@ -67,29 +86,50 @@ class TileStore:
         buffer = self.buffer[: rows.stop - rows.start, : columns.stop - columns.start]
         if columns.start >= self.recomputed:
             return buffer, None
-        i, index = columns.start // self.columns, rows if self.only is None else self.only[rows]
+        index = rows if self.only is None else self.only[rows]
+        kept = self._span(columns)[index]
         if self.tops is None:
-            return self.kept[i][index], None
-        return buffer, (self.kept[i][index], self.tops[i][index])
+            return kept, None
+        return buffer, (kept, self.tops[self._number(columns)][index])
+
+    def _span(self, columns: slice) -> Tensor:
+        """``[N, width]``, the kept span of these columns."""
+        n = self.all_rows
+        piece = self.kept.view(-1)[columns.start * n : columns.stop * n]
+        return piece.view(n, columns.stop - columns.start)
+
+    def _number(self, columns: slice) -> int:
+        """Where the tops of this span are: the ragged remainder, which begins among another span's columns, is last."""
+        number, offset = divmod(columns.start, self.columns)
+        return -1 if offset else number
 
 
 def allocate_kept(
     hidden: Tensor, vocab: int, columns: int, dtype: torch.dtype, keep_bytes: int | None, on_cpu: int, heads: int = 1
 ) -> Tensor:
-    """``[tiles, N, columns]``: as many tiles as fit into ``keep_bytes``, shared by ``heads``, but never all of them.
+    """``[C, N]``, memory for as many columns in whole spans as fit into ``keep_bytes``, shared by ``heads``.
 
     By default, ``on_cpu`` bytes; on a GPU a thirty-second of its memory, which a model that fits leaves free, and at
     most 4 GiB, which are most of the logits of 8192 tokens.
     """
     if keep_bytes is None:
-        on_gpu = hidden.device.type == "cuda"
-        total = torch.cuda.get_device_properties(hidden.device).total_memory if on_gpu else 0
-        keep_bytes = min(2**32, total // 32) if on_gpu else on_cpu
-    bytes_per_tile = torch.sym_max(hidden.shape[0], 1) * columns * dtype.itemsize  # type: ignore[no-untyped-call]
-    tiles = torch.sym_min(  # type: ignore[no-untyped-call]
-        max(vocab - 1, 0) // columns, keep_bytes // heads // bytes_per_tile
-    )
-    return hidden.new_empty(tiles, hidden.shape[0], columns, dtype=dtype)
+        keep_bytes = on_cpu
+        if hidden.device.type == "cuda":
+            total = torch.cuda.get_device_properties(hidden.device).total_memory
+            keep_bytes = min(2**32, total // 32)
+    bytes_per_column = torch.sym_max(hidden.shape[0], 1) * dtype.itemsize  # type: ignore[no-untyped-call]
+    fitting: int = torch.sym_min(keep_bytes // heads // bytes_per_column, vocab)  # type: ignore[no-untyped-call]
+    # Without an `if`, which torch.compile would have to guard: all columns if they fit, else a multiple of a span's.
+    all_fit = fitting // max(vocab, 1)
+    left_over = fitting % columns * (1 - all_fit)
+    return hidden.new_empty(fitting - left_over, hidden.shape[0], dtype=dtype)
+
+
+def allocate_tops(kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """``[spans, N]``, memory for the tops of the kept spans and of a ragged remainder; see ``TileStore``."""
+    kept_columns, n = kept.shape
+    remainder = torch.sym_min(kept_columns, 1)  # type: ignore[no-untyped-call]
+    return kept.new_empty(-(-kept_columns // columns) + remainder, n, dtype=dtype)
 
 
 def multiply_out(

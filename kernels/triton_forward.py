@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import softmax
 from .head import HeadFactors
+from .launch_table import launch
 from .softmax import LogitTransform, SoftmaxState
 from .triton_softmax import finite, tanh
 
@@ -182,29 +183,6 @@ def _forward_kernel(
         tl.store(at + (FIELDS - 1) * rows, squares, mask=here)
 
 
-def launch(
-    architecture: int | str, dtype: torch.dtype, *, aligned: bool, plain: bool
-) -> tuple[int, int, int, int, int, bool]:
-    """The tile's rows, columns and depth, warps, stages, and whether the next tile's first blocks are fetched while
-    this one is folded: for a compute capability (90), an AMD architecture ("gfx942") or "interpreter".
-
-    ``aligned`` says whether rows start at multiples of 16 bytes; if not, numbers are copied one by one. ``plain``: one
-    target a row and no factors, which need registers and shared memory of their own.
-    """
-    match architecture:
-        case "interpreter":
-            return 32, 64, 16, 1, 1, False
-        case _ if dtype == torch.float32:
-            return 64, 128, 16, 8, 2, False
-        case _ if not aligned:
-            return 64, 128, 32, 8, 2, False
-        case 90 | 100 | 103:
-            return 128, 256 if plain else 128, 64, 8, 4, plain
-        case 80:
-            return 128, 128, 64, 8, 3, plain
-    return 128, 128, 32, 8, 2, False  # 64 kB of shared memory
-
-
 def accumulate(
     head: HeadFactors, target: Tensor, *, transform: LogitTransform, vocab: int, mean: bool, squares: bool
 ) -> SoftmaxState:
@@ -215,14 +193,14 @@ def accumulate(
         target: int64 ``[N, k]``; one outside ``[0, vocab)`` is not here, and its z is 0.
         mean, squares: whether X and n, and Q, are summed up too.
     """
-    hidden, weight, bias, low, up, _ = head
+    hidden, weight = head.hidden, head.weight
     n, width = hidden.shape
     state = SoftmaxState.start(target, hidden.new_empty(0, dtype=torch.float32), mean, squares)
     if n == 0 or vocab == 0:
         return state
     architecture, processors, described = machine(hidden)
-    # The kernel takes steps of 16 ranks, one after the other in memory.
-    low, up = (None if t is None else F.pad(t, (0, -t.shape[1] % 16)).contiguous() for t in (low, up))
+    low = _in_steps_of_16(head.low)
+    up = _in_steps_of_16(head.up)
     aligned = _aligned(hidden) and _aligned(weight)
     described = described and aligned
     plain = low is None and target.shape[1] == 1
@@ -231,16 +209,16 @@ def accumulate(
     splits, span = schedule(blocks, triton.cdiv(vocab, columns), processors)
     sums = hidden.new_empty(splits, 3 + 2 * mean + squares, n, dtype=torch.float32)
     scale = transform.scale / (transform.softcap or 1.0)
+    group = max(1, L2_SHARE // (rows * width * hidden.element_size()))  # row blocks that stay in L2
     with torch.cuda.device_of(hidden):
         _forward_kernel[(blocks * splits,)](
             sums,
             state.chosen,
             TensorDescriptor.from_tensor(hidden, [rows, depth]) if described else hidden,
             TensorDescriptor.from_tensor(weight, [columns, depth]) if described else weight,
-            target.contiguous(), None if bias is None else bias.contiguous(), low, up,
-            None if transform.temperature is None else transform.temperature.contiguous(),
+            target.contiguous(), _contiguous(head.bias), low, up, _contiguous(transform.temperature),
             None if scale == 1.0 else scale, transform.softcap,
-            n, vocab, splits, span, min(blocks, max(1, L2_SHARE // (rows * width * hidden.element_size()))),
+            n, vocab, splits, span, min(blocks, group),
             *hidden.stride(), *weight.stride(),
             D=width, RANK=0 if low is None else low.shape[1], TARGETS=target.shape[1], MEAN=mean, SQUARES=squares,
             RAGGED=vocab % columns != 0, DESCRIBED=described,
@@ -249,6 +227,15 @@ def accumulate(
             AT_ONCE=min(16, triton.next_power_of_2(target.shape[1])), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return merge(sums, state)
+
+
+def _in_steps_of_16(factor: Tensor | None) -> Tensor | None:
+    """u or B with a multiple of 16 ranks, one after the other in memory, as the kernel takes them."""
+    return None if factor is None else F.pad(factor, (0, -factor.shape[1] % 16)).contiguous()
+
+
+def _contiguous(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
 
 
 def merge(sums: Tensor, state: SoftmaxState) -> SoftmaxState:
@@ -296,7 +283,7 @@ def machine(tensor: Tensor) -> tuple[int | str, int, bool]:
     return architecture, processors, isinstance(architecture, int) and architecture >= 90
 
 
-PROCESSORS = {80: 108, 90: 132, 100: 148, "gfx942": 304}
+PROCESSORS = {75: 40, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170, "gfx942": 304, "gfx950": 256}
 
 
 def _aligned(matrix: Tensor) -> bool:

@@ -311,7 +311,7 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
     logprobs = [0.0] * length
 
     def sample(task: int, index: int) -> Sample:
-        rewards = {reward.name: float(index % 2) for reward in feed.context.rewards}
+        rewards: dict[str, float | str | None] = {reward.name: float(index % 2) for reward in feed.context.rewards}
         prompt = prompts[task % len(prompts)]
         return Sample(task, index, prompt, tokens, trained, logprobs, spans, "stop", " ", rewards)
 

@@ -44,14 +44,48 @@ def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture
-def tiles_kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tiles of a head each forward leaves for another pass, filled while the test runs."""
-    allocate, tiles = passes.allocate_kept, []
+def columns_kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many columns of a head's logits each forward leaves for another pass, filled while the test runs."""
+    allocate = passes.allocate_kept
+    columns: list[int] = []
 
     def counted(*given: Any) -> Any:
         kept = allocate(*given)
-        tiles.append(len(kept))
+        columns.append(len(kept))
         return kept
 
     monkeypatch.setattr(passes, "allocate_kept", counted)
-    return tiles
+    return columns
+
+
+@pytest.fixture(autouse=True, scope="session")
+def bfloat16_in_the_interpreter() -> None:
+    """Numbers in bfloat16 as on a GPU: Triton's own interpreter truncates them, and multiplies their bits."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def as_float32(source: Any) -> Any:
+        if source.dtype.scalar != tl.bfloat16:
+            return source
+        bits = source.data.astype(np.uint32) << 16
+        return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def cast_impl(self: Any, source: Any, kind: Any) -> Any:
+        source = as_float32(source)
+        if kind.scalar != tl.bfloat16:
+            return source if kind.scalar == source.dtype.scalar else cast(self, source, kind)
+        exact = source.data.astype(np.float32)
+        bits = exact.view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
+        rounded = np.where(np.isnan(exact), np.uint32(0x7FC0), rounded)
+        return interpreter.TensorHandle(rounded.astype(np.uint16), tl.bfloat16)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, as_float32(a), as_float32(b), *rest)
+
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot

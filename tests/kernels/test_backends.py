@@ -2,11 +2,12 @@
 
 import importlib
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from burnish.kernels import Head, backend, linear_logprob, logits_logprob, passes
+from burnish.kernels import Head, backend, launch_table, linear_logprob, logits_logprob, passes
 from burnish.kernels.head import HeadFactors
 from grids import slow
 from heads import (
@@ -118,16 +119,63 @@ def test_auto_has_triton_on_a_gpu_where_it_is_installed_and_numbers_below_float6
         assert found == ("auto" if (device, dtype, installed) == ("cuda", torch.float32, True) else "torch")
 
 
-def test_without_gradients_auto_writes_no_logits() -> None:
-    plain = HeadFactors.of(torch.zeros(3, 4), Head(torch.zeros(5, 4)))
+PLANS = {  # architecture, dtype of factors, dtype of W, D: where the fused kernel is predicted to be faster
+    (80, "bfloat16", "bfloat16", 2048): "fused",
+    (86, "bfloat16", "bfloat16", 2048): "fused",
+    (87, "bfloat16", "bfloat16", 576): "fused",
+    (89, "float16", "float16", 576): "fused",
+    (90, "bfloat16", "bfloat16", 2048): "fused",
+    (100, "bfloat16", "bfloat16", 1024): "fused",
+    (103, "bfloat16", "bfloat16", 1024): "fused",
+    (120, "bfloat16", "bfloat16", 1024): "fused",
+    (121, "bfloat16", "bfloat16", 1024): "fused",
+    ("gfx942", "bfloat16", "bfloat16", 1024): "fused",
+    (70, "float16", "float16", 576): "triton",  # no row in the launch table
+    (75, "float16", "float16", 576): "triton",
+    ("gfx1100", "float16", "float16", 576): "triton",
+    (90, "bfloat16", "bfloat16", 2049): "triton",  # too wide
+    (90, "bfloat16", "bfloat16", 4096): "triton",
+    (90, "float32", "float32", 576): "triton",  # no tensor cores
+    (90, "bfloat16", "float32", 576): "triton",  # there would have to be a copy of W
+}
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize(("graph", "ranked"), [(False, False), (True, False), (False, True)])
+def test_auto_is_fused_only_where_it_is_predicted_to_be_faster(
+    on: bool, graph: bool, ranked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = importlib.import_module("burnish.kernels.linear_logprob").plan
-    assert plan(plain, "auto", None, graph=False, ranked=False)["backend"] == "fused"
-    assert plan(plain, "auto", None, graph=True, ranked=False)["backend"] == "triton"
-    assert plan(plain, "auto", None, graph=False, ranked=True)["backend"] == "triton"
-    assert plan(plain, "triton", None, graph=False, ranked=False)["keep_bytes"] == 0
-    assert plan(plain, "triton", None, graph=True, ranked=False)["keep_bytes"] is None  # the device's default
-    rounded = plain._replace(compute=torch.bfloat16)  # of a weight in float32 there would have to be a copy
-    assert plan(rounded, "auto", None, graph=False, ranked=False)["backend"] == "triton"
+    monkeypatch.setattr(launch_table, "FUSED_WITHOUT_GRADIENTS", on)
+    for (architecture, compute, weight, width), expected in PLANS.items():
+        monkeypatch.setattr(launch_table, "architecture_of", lambda device, found=architecture: found)
+        hidden = torch.zeros(3, width, dtype=getattr(torch, compute))
+        head = Head(torch.zeros(5, width, dtype=getattr(torch, weight)))
+        factors = HeadFactors.of(hidden, head, getattr(torch, compute))
+        found = plan(factors, "auto", None, graph=graph, ranked=ranked).backend
+        assert found == (expected if on and not graph and not ranked else "triton"), (architecture, compute, width)
+        assert plan(factors, "fused", None, graph=graph, ranked=ranked).backend == "fused"  # who asks for it has it
+
+
+def test_the_fused_kernel_is_off_until_a_gpu_has_shown_it_faster() -> None:
+    assert not launch_table.FUSED_WITHOUT_GRADIENTS
+
+
+def test_only_a_gradient_makes_forward_keep_logits() -> None:
+    plan = importlib.import_module("burnish.kernels.linear_logprob").plan
+    plain = HeadFactors.of(torch.zeros(3, 4), Head(torch.zeros(5, 4)))
+    assert plan(plain, "triton", None, graph=False, ranked=False).keep_bytes == 0
+    assert plan(plain, "triton", None, graph=True, ranked=False).keep_bytes is None  # the device's default
+
+
+def test_the_architecture_of_a_gpu_is_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert launch_table.architecture_of(torch.device("cuda", 0)) == 89
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    gpu = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    assert launch_table.architecture_of(torch.device("cuda", 0)) == "gfx942"
 
 
 @pytest.mark.parametrize("asked", [{"outputs": ("top1",)}, {"outputs": ("rank",)}, {"top_k": 1}], ids=str)

@@ -358,13 +358,13 @@ def test_as_much_is_kept_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(divergence_passes, "ROWS", 24)
     monkeypatch.setattr(divergence_passes, "COLUMNS", 32)
     one = 2 * 4 * 48 * 32  # bytes: a tile of all rows, of either head
-    for keep_bytes, share in ((0, 0), (one - 1, 0), (one, 1 / 3), (2 * one, 2 / 3), (10 * one, 2 / 3), (None, 2 / 3)):
+    for keep_bytes, share in ((0, 0), (one - 1, 0), (one, 1 / 3), (2 * one, 2 / 3), (3 * one, 1), (None, 1)):
         found = multiplications(case, beta=0.0, keep_bytes=keep_bytes)
         assert found == pytest.approx(32 + 32 * (1 - share) + 40), keep_bytes
 
 
 def test_nothing_is_kept_when_no_gradient_and_no_second_pass_needs_it(
-    monkeypatch: pytest.MonkeyPatch, tiles_kept: list[int]
+    monkeypatch: pytest.MonkeyPatch, columns_kept: list[int]
 ) -> None:
     case = in_dtype(CASES["plain"], torch.float32)
     monkeypatch.setattr(divergence_passes, "COLUMNS", 32)
@@ -374,7 +374,7 @@ def test_nothing_is_kept_when_no_gradient_and_no_second_pass_needs_it(
     assert linear_divergence(**frozen, beta=0.0).grad_fn is None
     assert linear_divergence(**frozen, beta=0.5).grad_fn is None
     assert linear_divergence(**frozen | {"student_hidden": case["student_hidden"]}, beta=1.0).requires_grad
-    assert tiles_kept == [0, 0, 0, 0, 3, 3, 3, 3]  # of either head
+    assert columns_kept == [0, 0, 0, 0, 100, 100, 100, 100]  # of either head
 
 
 @pytest.mark.usefixtures("small_tiles")

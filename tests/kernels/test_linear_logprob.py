@@ -180,8 +180,8 @@ def operations(case: dict[str, Any], *outputs: str) -> Counter[str]:
 
 @pytest.mark.usefixtures("small_tiles")
 def test_what_is_frozen_costs_no_matrix_product() -> None:
-    case = in_dtype(CASES["exact_tiles"], torch.float32)  # 2 × 3 tiles, of which 2 × 2 may be kept
-    logits = 6 + (6 if passes.KEEP == 0 else 2)
+    case = in_dtype(CASES["exact_tiles"], torch.float32)  # 2 × 3 tiles, all of which may be kept
+    logits = 6 + (6 if passes.KEEP == 0 else 0)
     assert operations(case, "logprob")["aten::addmm"] == logits + 6 + 6
     assert operations(case | {"weight": case["weight"].detach()}, "logprob")["aten::addmm"] == logits + 6
     assert operations(case | {"hidden": case["hidden"].detach()}, "logprob")["aten::addmm"] == logits + 6
@@ -200,7 +200,7 @@ def test_an_unused_output_costs_nothing() -> None:
     assert operations(more, "log_sum_squares")["aten::addcmul"] == 6
 
 
-def test_nothing_is_kept_when_no_gradient_is_needed(monkeypatch: pytest.MonkeyPatch, tiles_kept: list[int]) -> None:
+def test_nothing_is_kept_when_no_gradient_is_needed(monkeypatch: pytest.MonkeyPatch, columns_kept: list[int]) -> None:
     case = in_dtype(CASES["plain"], torch.float32)
     monkeypatch.setattr(passes, "COLUMNS", 32)
     with torch.no_grad():
@@ -208,7 +208,7 @@ def test_nothing_is_kept_when_no_gradient_is_needed(monkeypatch: pytest.MonkeyPa
     frozen = {name: value.detach() if isinstance(value, Tensor) else value for name, value in case.items()}
     assert logprobs(frozen).logprob.grad_fn is None
     assert logprobs(frozen | {"hidden": case["hidden"]}).logprob.requires_grad
-    assert tiles_kept == [0, 0, 3]
+    assert columns_kept == [0, 0, 100]
 
 
 def both_passes(case: dict[str, Any]) -> None:
