@@ -161,7 +161,7 @@ def linear_logprob(
     )
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """How a call is computed: the size of tiles, the bytes of logits that stay for backward, and the backend."""
 
     rows: int
@@ -170,7 +170,7 @@ class Plan(NamedTuple):
     backend: Backend
 
 
-def plan(factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, graph: bool, ranked: bool) -> Plan:
+def plan(factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, graph: bool, ranked: bool) -> TilePlan:
     """How to compute, by device and arguments only: the same call is always cut the same way.
 
     Args:
@@ -182,7 +182,7 @@ def plan(factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, grap
         may_be_fused = launch_table.FUSED_WITHOUT_GRADIENTS and not graph and not ranked
         backend = "fused" if may_be_fused and _prefers_fused(factors) else "triton"
     on_gpu = factors.hidden.device.type == "cuda"
-    return Plan(
+    return TilePlan(
         rows=passes.GPU_ROWS if on_gpu else passes.ROWS,
         columns=passes.GPU_COLUMNS if on_gpu else passes.COLUMNS,
         keep_bytes=keep_bytes if graph and backend != "fused" else 0,

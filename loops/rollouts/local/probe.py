@@ -28,10 +28,10 @@ _ALONG = 0.6
 _SCRIPT = (([1, 2], ([1, 5, 6], [2, 5, 6])), ([3], ([1, 6, 4], [2, 6, 4])))
 
 
-Batch = ContinuousBatch | StaticBatch
+DecodeBatch = ContinuousBatch | StaticBatch
 
 
-def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Batch]:
+def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], DecodeBatch]:
     """Return the maker of batches, by their longest sequence, of the fastest kind that passes the probe."""
     plain = runner.policy.plain
     config = plain.config.get_text_config()
@@ -48,7 +48,7 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Batch
     if refusal is not None:
         _warn_once(plain, f"completions are generated {fallback}: {refusal}")
 
-    def make_batch(longest: int) -> Batch:
+    def make_batch(longest: int) -> DecodeBatch:
         if fit is not None and longest <= window:
             return ContinuousBatch(runner, fit, window)
         if fit is not None:
@@ -109,7 +109,7 @@ def _window(config: Any) -> float:
     return getattr(config, "sliding_window", None) or math.inf
 
 
-def _try_out(batch: Batch) -> str | None:
+def _try_out(batch: DecodeBatch) -> str | None:
     """The reason why this batch can't be used; None if its states are those of the plain model for each text."""
     runner = batch.runner
     shifted: dict[int, Tensor] = {}
@@ -161,7 +161,7 @@ def _is_shifted(difference: Tensor, by_shift: Tensor, expected: Tensor, reads: l
     return False
 
 
-def _read_script(batch: Batch) -> list[list[tuple[list[int], Tensor]]]:
+def _read_script(batch: DecodeBatch) -> list[list[tuple[list[int], Tensor]]]:
     """For each sequence, all that was read of it, each with the states that follow; the first one leaves early."""
     sampling = SamplingParams(max_tokens=3)
     requests = [Request(task, prompt, [0, 1], sampling, key=0) for task, (prompt, _) in enumerate(_SCRIPT)]

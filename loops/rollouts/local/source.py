@@ -15,7 +15,7 @@ from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights, refuse_closed
 from .decode import DecodeSequence, ModelRunner, draw
-from .probe import Batch, choose_batch
+from .probe import DecodeBatch, choose_batch
 
 
 class LocalSource:
@@ -116,7 +116,7 @@ class LocalSource:
     async def _run(self) -> None:
         """Draw a token for every sequence of the batch, repeatedly, until no request is left."""
         queue: list[DecodeSequence] = []
-        batch: Batch | None = None
+        batch: DecodeBatch | None = None
         read_version: int | None = None
         try:
             while True:
@@ -149,14 +149,14 @@ class LocalSource:
         self._arrived = []
         return [sequence for sequence in [*queue, *arrived] if sequence.finish is None]
 
-    def _read_again(self, under_way: list[DecodeSequence]) -> Batch:
+    def _read_again(self, under_way: list[DecodeSequence]) -> DecodeBatch:
         """A batch of the same sequences, without the keys and values that other weights have computed."""
         batch = self._make_batch(max(sequence.max_length for sequence in under_way))
         with self.runner.inference():
             batch.join(under_way)
         return batch
 
-    def _draw_tokens(self, batch: Batch, joining: list[DecodeSequence], version: int) -> None:
+    def _draw_tokens(self, batch: DecodeBatch, joining: list[DecodeSequence], version: int) -> None:
         """Append a token to every sequence of a batch, and to those that join it."""
         with self.runner.inference():
             states = []
