@@ -12,7 +12,9 @@ from burnish.loops.recipes.kto import open_kto
 from burnish.loops.recipes.settings import GRPO, KTO, SFT, Distill
 from burnish.loops.recipes.sft import open_sft
 from burnish.loops.rollouts.local.source import LocalSource
-from online import prepare
+from burnish.loops.runs.training import stragglers
+from forked import run_forked
+from online import lines, prepare
 from tiny import save_model, sums, write_rows
 from transformers import TrainingArguments
 
@@ -129,3 +131,17 @@ def test_a_run_whose_steps_are_never_taken_closes_its_source(closed, tmp_path):
     del training
     gc.collect()
     assert len(closed) == 1
+
+
+def test_the_slowest_rank_is_the_one_that_exceeds_the_median():
+    assert stragglers([1.0, 1.5, 4.0, 1.25]) == {"ranks/slowest": 2.0, "ranks/excess_seconds": 2.75}
+    assert stragglers([3.0, 1.0]) == {"ranks/slowest": 0.0, "ranks/excess_seconds": 2.0}
+
+
+def test_a_slow_rank_is_told_in_the_metrics_of_its_steps(settings, tmp_path):
+    fields = {**settings, "output": str(tmp_path / "run"), "steps": 3}
+    for status, printed in run_forked(2, "rank_slow", fields, 1, 0.5):
+        assert status == 0, printed[-3000:]
+    steps = lines(tmp_path / "run")
+    assert [step["ranks/slowest"] for step in steps] == [1.0] * 3
+    assert all(step["ranks/excess_seconds"] > 0.2 for step in steps)
