@@ -39,7 +39,7 @@ from ..train.mix import STEP_COUPLED
 from .agreement import check_agreement
 from .directory import check_directory, to_yaml
 from .feed import Feed, StepFeed, stored_tokens
-from .liveness import open_watch
+from .liveness import form_restarted_group, open_watch
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
 from .ranks import from_main, gloo_group, main_first
@@ -345,6 +345,7 @@ def open_accelerator(config: Common) -> Accelerator:
             raise ValueError(f"report_to: {name} is not installed; install it, or leave it out")
     optimizers.check(config)
     watched = open_watch(config.hang_seconds)
+    form_restarted_group()
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
         mixed_precision="bf16" if config.dtype == "bfloat16" else "no",

@@ -7,9 +7,10 @@ is, and for how long it has not moved.
 ended      The socket of a process is closed with it. Where a run is open, the others end with a message.
 silent     No beat has come for ``hang_seconds``: the process is stopped, its machine is gone, or a function that does
            not let go of Python's interpreter lock keeps its watch from running.
-standing   No rank has moved for ``hang_seconds``. A rank moves if a thread that runs code of burnish, or the main
-           thread, is seen at another instruction than before. One that waits for another stands still, and so does one
-           whose disk or lock never answers; as long as any rank moves, the others may be waiting for it.
+standing   No rank has moved for ``hang_seconds``. A rank moves if its main thread computes, or if that or a thread that
+           runs code of burnish is seen at another instruction than before. One that waits for another stands still, and
+           so does one whose disk or lock never answers; as long as any rank moves, the others may be waiting for it. A
+           wait in NCCL computes: its own time-out, of ten minutes, ends the process, which the others then see.
 
 Where a rank is silent, or all stand, each rank writes the reason and the stacks of its threads to standard error and
 exits with `HUNG`.
@@ -32,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
@@ -53,6 +55,9 @@ SILENT = 5.0
 
 _BURNISH = str(Path(__file__).parents[2]) + os.sep
 _NAMED = 8  # ranks in a message
+# Seconds of the processor between two looks. A loop without calls of Python functions gives up the interpreter lock, as
+# it does for the watch, always at the same instruction; a thread that waits takes no time at all.
+_COMPUTES = 0.001
 _WAITING = (f"torch{os.sep}distributed{os.sep}", f"accelerate{os.sep}")  # where one waits for the other ranks
 _WAITS = ", where it waits for other ranks"
 
@@ -91,6 +96,21 @@ def open_watch(hang_seconds: float | None) -> bool:
         os.register_at_fork(after_in_child=_forget)
     _watch.begin(hang_seconds)
     return True
+
+
+def form_restarted_group() -> None:
+    """Form the process group of ranks that torchrun has restarted, before Accelerate would.
+
+    torchrun keeps its store from one attempt to the next, and torch would look there for the addresses of other ranks:
+    it finds those of the attempt before, whose processes have ended. Here each attempt has names of its own.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if _watch is None or attempt == "0" or dist.is_initialized():
+        return
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    store = dist.PrefixStore(f"burnish/attempt-{attempt}", _watch.store)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, store=store, rank=_watch.rank, world_size=_watch.ranks)
 
 
 def _numbers() -> tuple[int, int]:
@@ -211,6 +231,7 @@ class Watch:
         self._said = False
         self._since = time.monotonic()  # when this rank was last seen to move
         self._seen: dict[int, int] = {}  # a fingerprint of the stack of each thread
+        self._computed = 0.0  # processor time of the main thread
         self._main_since = self._since  # when the main thread was
         self._signals: list[signal.Signals] = []  # in this run
         self._signaled = 0.0  # when the last one came
@@ -346,8 +367,10 @@ class Watch:
             fingerprint, ours = _fingerprint(frame)
             if ours or thread == self._main:
                 seen[thread] = fingerprint
-        if seen != self._seen:
+        computed = _processor_seconds(self._main)
+        if seen != self._seen or computed - self._computed > _COMPUTES:
             self._since = now
+        self._computed = computed
         if seen.get(self._main or 0) != self._seen.get(self._main or 0):
             self._main_since = now
         self._seen = seen
@@ -469,6 +492,13 @@ def _write_signals_to(end: socket.socket) -> bool:
         signal.set_wakeup_fd(before)
         return False
     return True
+
+
+def _processor_seconds(thread: int | None) -> float:
+    """Processor time of a thread; 0 where the system does not tell."""
+    if thread is None or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
 def _fingerprint(frame: FrameType | None) -> tuple[int, bool]:
