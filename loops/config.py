@@ -269,14 +269,14 @@ class Parallel(Settings):
         return "parallel.tp_size" if self.tp_size > 1 else "parallel.dp_shard_size"
 
     @property
-    def together(self) -> int:
+    def ranks_per_batch(self) -> int:
         """Ranks that train on the same data."""
         return self.tp_size * self.cp_size
 
     @property
     def copy_size(self) -> int:
         """Ranks that hold one copy of the model."""
-        return self.dp_shard_size * self.together
+        return self.dp_shard_size * self.ranks_per_batch
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 
 
 
 @contextmanager
-def blaming(setting: str, *kinds: type[Exception]) -> Iterator[None]:
+def as_setting_error(setting: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn an error of a library, or of the user's own code, about a setting into a ValueError that names the setting.
 
     Args:
@@ -85,7 +85,7 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
             raise ValueError(f"{kind} {name}: {problem}") from error
         if name in shipped:
             raise
-        with blaming(f"{kind} {name}", Exception):
+        with as_setting_error(f"{kind} {name}", Exception):
             raise
     if not hasattr(found, attribute):
         public = [word for word, value in vars(found).items() if callable(value) and not word.startswith("_")]
@@ -126,5 +126,5 @@ def build(who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = 
     if missing:
         example = f", such as {{{who.split()[-1]}: {{{missing[0]}: ...}}}}" if " " in who else ""
         raise ValueError(f"{who}: needs {', '.join(missing)}{example}")
-    with blaming(who, *[] if found.__module__.partition(".")[0] in _LIBRARIES else [Exception]):
+    with as_setting_error(who, *[] if found.__module__.partition(".")[0] in _LIBRARIES else [Exception]):
         return found(**values)

@@ -255,7 +255,7 @@ def _message(error: Exception) -> str | None:
     """The message for the user; None for a bug in burnish, whose traceback is shown.
 
     burnish's own checks raise messages for users. A missing file or package, or a lack of memory, is reported wherever
-    it is found; refusals of libraries are named where they are called (`registry.blaming`).
+    it is found; refusals of libraries are named where they are called (`registry.as_setting_error`).
     """
     where = "--traceback shows where"
     if type(error).__name__ == "OutOfMemoryError":

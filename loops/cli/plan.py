@@ -80,7 +80,7 @@ def alternatives(config: Any, ranks: int) -> Iterator[tuple[str, Any]]:
 def _cheaper(config: Any, ranks: int) -> dict[str, Any]:
     """A value that takes less memory for each setting that has one, the cheapest change first."""
     whole = not (config.lora.enabled or config.quantize)
-    shards = ranks // config.parallel.together
+    shards = ranks // config.parallel.ranks_per_batch
     tokens = config.micro_tokens or 8192
     values: dict[str, Any] = {}
     if config.dtype != "bfloat16":

@@ -151,17 +151,17 @@ class MultiTurnSource:
         info = dict(zip(_NAMES, ([], [], 0, "aborted"), strict=True))
         return Sample(request.task, index, [], [], [], [], [], "aborted", info=info)
 
-    def _made(self, request: Request, index: int) -> "_Played | None":
+    def _made(self, request: Request, index: int) -> "TrackedEnvironment | None":
         began = time.perf_counter()
         try:
-            return _Played(self.make())
+            return TrackedEnvironment(self.make())
         except Exception as error:
             self._failed("error in its constructor", f"({_place(request, index)}); {_AGAIN}", error)
             return None
         finally:
             warn_if_blocking("the environment's constructor", time.perf_counter() - began)
 
-    async def _reset(self, environment: "_Played", request: Request, index: int) -> Any:
+    async def _reset(self, environment: "TrackedEnvironment", request: Request, index: int) -> Any:
         """What `reset` gives; None if it fails."""
         row = copied(self.row(request.task))
         try:
@@ -171,7 +171,9 @@ class MultiTurnSource:
             return None
         return "" if opening is None else opening
 
-    async def _conversation(self, environment: "_Played", opening: Any, request: Request, index: int) -> Sample:
+    async def _conversation(
+        self, environment: "TrackedEnvironment", opening: Any, request: Request, index: int
+    ) -> Sample:
         prompt, limit = self._open(opening, request)
         info: dict[str, Any] = dict(zip(_NAMES, ([], [], 0, None), strict=True))
         sample = Sample(request.task, index, prompt, [], [], [], [], "length", info=info)
@@ -224,7 +226,7 @@ class MultiTurnSource:
             )
         return prompt, min(self.limits.tokens, context - len(prompt))
 
-    async def _step(self, environment: "_Played", completion: Sample) -> Step | None:
+    async def _step(self, environment: "TrackedEnvironment", completion: Sample) -> Step | None:
         try:
             step: Step = await within(self.limits.seconds, environment.call("step", completion.copy()))
         except Exception as error:
@@ -234,7 +236,7 @@ class MultiTurnSource:
             raise ValueError(f"environment: step returned {step!r:.200}; wanted a Step(observation, done, reward)")
         return step
 
-    async def _reward(self, environment: "_Played", sample: Sample) -> bool:
+    async def _reward(self, environment: "TrackedEnvironment", sample: Sample) -> bool:
         """Add what the environment says that the whole conversation is worth; false if it fails at that."""
         name = environment.reward_name
         if name is None:
@@ -248,7 +250,7 @@ class MultiTurnSource:
         sample.info["environment_reward"] = _total(given)
         return True
 
-    async def _close(self, environment: "_Played") -> None:
+    async def _close(self, environment: "TrackedEnvironment") -> None:
         try:
             await within(self.limits.seconds, environment.close())
         except Exception as error:
@@ -294,7 +296,7 @@ class MultiTurnSource:
         return self.turns
 
 
-class _Played:
+class TrackedEnvironment:
     """An environment that is closed once none of its functions runs: a plain one that timed out continues in a
     thread."""
 

@@ -95,7 +95,7 @@ def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
     fields["lora_dropout"] = fields.pop("dropout")
     fields["task_type"] = task
 
-    excluded = list(unread(model))
+    excluded = list(non_text_parts(model))
     if task != "CAUSAL_LM":  # the new head trains whole
         excluded = ["score", "classifier", *excluded]
     if lora.target_modules == "all-linear":
@@ -174,7 +174,7 @@ def _maps_states(layer: nn.Linear) -> bool:
     return getattr(output, "shape", None) == (1, 3, layer.out_features)
 
 
-def unread(plain: Any) -> dict[str, nn.Module]:
+def non_text_parts(plain: Any) -> dict[str, nn.Module]:
     """The parts of a model that text does not reach, such as its encoder of images, by name."""
     if plain.config.get_text_config() is plain.config:
         return {}

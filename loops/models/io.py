@@ -20,9 +20,9 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from ...data import read_chat_template
 from ..config import Common
-from ..registry import blaming, build
+from ..registry import as_setting_error, build
 from .activations import add_noise, checkpoint_activations, without_randomness
-from .adapters import add_adapters, may_stay_in_files, merged_weights, unread
+from .adapters import add_adapters, may_stay_in_files, merged_weights, non_text_parts
 from .backbone import Backbone
 from .sharding import left_in_files, whole
 
@@ -84,7 +84,7 @@ def _tokenizer_named(field: str, name: str, revision: str | None) -> Any:
         return transformers.AutoTokenizer.from_pretrained(name, **_of_revision(revision))
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
-            with blaming(f"{field}: {name}"):  # says what to do instead
+            with as_setting_error(f"{field}: {name}"):  # says what to do instead
                 raise
         what = name if revision is None else f"{name} at {revision}"
         raise ValueError(
@@ -182,7 +182,7 @@ def load_model(
 
 def _architecture(config: Common) -> transformers.PretrainedConfig:
     """The model's own configuration, read by its name."""
-    with blaming(f"model: {config.model}"):
+    with as_setting_error(f"model: {config.model}"):
         found: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(
             config.model, **_of_revision(config.model_revision)
         )
@@ -243,7 +243,7 @@ def _read_from_files(config: Common, auto: Any, task: str, options: Mapping[str,
     in_files = may_stay_in_files(config, task)
     # What is wrong with quantize is said as such, not blamed on the model.
     quantization = _quantization(config)
-    with blaming(blamed), left_in_files(in_files):
+    with as_setting_error(blamed), left_in_files(in_files):
         return read_model(
             auto,
             config.model,
@@ -266,7 +266,7 @@ def _train_in_float32(model: nn.Module) -> None:
 def freeze_unread(model: nn.Module) -> None:
     """Freeze the parts of a model that text does not reach: DDP would wait for their gradients."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
-    for part in unread(plain).values():
+    for part in non_text_parts(plain).values():
         part.requires_grad_(False)
 
 

@@ -26,7 +26,7 @@ from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Scorer
 from ..models.sharding import whole
-from ..registry import blaming
+from ..registry import as_setting_error
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, train_policy
@@ -80,7 +80,7 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
         nn.init.zeros_(parameter)
     if config.value_head is not None:
         wanted = "wanted value_head.safetensors of a run of ppo with this model"
-        with blaming(f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError):
+        with as_setting_error(f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError):
             head.load_state_dict(load_file(config.value_head))
     return Policy(model, **config.kernel, **sharding, value_head=head)
 
@@ -95,7 +95,9 @@ def open_critic(config: PPO) -> Scorer:
         saved.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
     architecture = critic.plain.config
     if isinstance(config.value_model, str):
-        architecture = blaming(f"value_model: {config.value_model}")(AutoConfig.from_pretrained)(config.value_model)
+        architecture = as_setting_error(f"value_model: {config.value_model}")(AutoConfig.from_pretrained)(
+            config.value_model
+        )
     architectures = architecture.architectures or []
     if not any("SequenceClassification" in name for name in architectures):
         for parameter in critic.head.parameters():

@@ -19,7 +19,7 @@ from ...objectives import step_aggregate
 from ..batch import collate
 from ..models.io import read_model
 from ..models.scorer import Scorer, ends_marked, scores
-from ..registry import blaming
+from ..registry import as_setting_error
 from ..rollouts.sample import Row, Sample
 
 Tokenizer = Any  # of transformers
@@ -143,7 +143,7 @@ def load_scorer(
             the policy that it reads as another one, or does not know.
     """
     judge = JUDGES[who]
-    with blaming(f"{who}: {model}"):
+    with as_setting_error(f"{who}: {model}"):
         _refuse_other_kind(who, AutoConfig.from_pretrained(model))
         wanted = f"a model that scores {judge.scores}, a ...{judge.architecture} of transformers"
         loaded = read_model(judge.auto, model, wanted=wanted)

@@ -115,7 +115,7 @@ def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step
     """Mark a function of several completions, all of a prompt or all of a call."""
     if over not in ("group", "step"):
         raise ValueError(f"batched: over must be group or step, got {over!r}")
-    return marked(partial(function), function, over=over)
+    return with_attributes(partial(function), function, over=over)
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,10 +145,12 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
         columns = ["prompt", *(name for name in required if name not in ours)]
         takes = None if takes_all else tuple(parameters)
-        return marked(partial(_call_trl, function, takes), function, over="step", columns=columns)
+        return with_attributes(partial(_call_trl, function, takes), function, over="step", columns=columns)
     if "completion" in parameters:
         columns = [name for name in required if name not in ("completion", "row", "sample")]
-        return marked(partial(_call_by_names, function, tuple(parameters), takes_all), function, columns=columns)
+        return with_attributes(
+            partial(_call_by_names, function, tuple(parameters), takes_all), function, columns=columns
+        )
     return function
 
 
@@ -175,7 +177,7 @@ def check_signature(name: str, signature: inspect.Signature) -> None:
         raise ValueError(f"reward {name}: {wanted}, got {signature}") from error
 
 
-def marked(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
+def with_attributes(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
     """A `functools.partial`, which can be pickled, with name and attributes of the function that it calls, and more."""
     kept = {name: getattr(function, name) for name in ("columns", "concurrency") if hasattr(function, name)}
     vars(reward).update(kept | attributes, __name__=name_of(function))

@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..registry import blaming
+from ..registry import as_setting_error
 from ..rollouts.sample import Row, Sample
 
 IGNORABLE = ("case", "punctuation", "articles", "whitespace", "numbers", "unicode")
@@ -28,7 +28,7 @@ class Format:
     pattern: str = THINK
 
     def __post_init__(self) -> None:
-        with blaming(f"format: {self.pattern!r} is no regular expression", re.error):
+        with as_setting_error(f"format: {self.pattern!r} is no regular expression", re.error):
             re.compile(self.pattern)
 
     def __call__(self, row: Row, sample: Sample) -> float:
@@ -53,7 +53,7 @@ class ExactMatch:
     ignore: Sequence[str] = IGNORABLE[:-1]
 
     def __post_init__(self) -> None:
-        with blaming(f"exact_match: {self.extract!r} is no regular expression", re.error):
+        with as_setting_error(f"exact_match: {self.extract!r} is no regular expression", re.error):
             re.compile(self.extract)
         unknown = sorted(set(self.ignore) - set(IGNORABLE))
         if unknown:

@@ -22,7 +22,7 @@ from ..rollouts.event_loops import EventLoop, gather_or_cancel, off_loop
 from ..rollouts.sample import Request, Sample, check_request
 from ..rollouts.source import NamedWeights, RolloutSource, SourceError, refuse_closed
 from ..runs.liveness import RankLost
-from ..runs.ranks import gloo_group, leading, receive, send
+from ..runs.ranks import broadcast_order, gloo_group, receive, send
 
 _PARTING = 10.0  # seconds in which another rank should stop sampling
 
@@ -101,7 +101,7 @@ class DistributedSource:
     async def publish(self, weights: NamedWeights, version: int) -> None:
         refuse_closed(self._closed, "distributed")
         weights = iter(weights)
-        with leading(version):
+        with broadcast_order(version):
             try:
                 await self.source.publish(weights, version)
             finally:

@@ -118,7 +118,7 @@ class RunContext(Generic[Model]):
             options: further arguments of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
-        together = config.parallel.together
+        together = config.parallel.ranks_per_batch
         rank, ranks = accelerator.process_index // together, accelerator.num_processes // together
         if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
             numbers = [name for name in data.column_names if name not in _ENCODED]

@@ -19,7 +19,7 @@ from ..lines import lines_of
 from ..redaction import redacted
 from .checkpoint import replace
 from .lock import locked
-from .ranks import from_main, meet
+from .ranks import barrier, from_main
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _CHECKSUM = b"# sha256 of the lines above: "
 
 
 @contextmanager
-def claimed(config: Common, description: str, accelerator: Accelerator) -> Iterator[None]:
+def lock_directory(config: Common, description: str, accelerator: Accelerator) -> Iterator[None]:
     """Write the described configuration, and hold the lock of the directory, if the run has one. The lock is released
     with the process at the latest. Every rank calls it.
 
@@ -53,7 +53,7 @@ def claimed(config: Common, description: str, accelerator: Accelerator) -> Itera
         replace(directory / _SPARE, signed(description), mode=0o600)
 
     with ExitStack() as held:
-        meet()  # every rank has looked at the directory before the main process writes to it
+        barrier()  # every rank has looked at the directory before the main process writes to it
         if config.output is not None:
             from_main(accelerator, claim)
         yield

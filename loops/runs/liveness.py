@@ -108,7 +108,7 @@ def form_restarted_group() -> None:
     if _watch is None or attempt == "0" or dist.is_initialized():
         return
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    store = dist.PrefixStore(f"burnish/attempt-{attempt}", _watch.store)
+    store = dist.distributed_c10d.PrefixStore(f"burnish/attempt-{attempt}", _watch.store)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, store=store, rank=_watch.rank, world_size=_watch.ranks)
 

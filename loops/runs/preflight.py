@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 from ...data import DataError
 from ...data.records import READERS
-from ..registry import blaming
+from ..registry import as_setting_error
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
 
@@ -56,7 +56,7 @@ def _check_models(config: Any) -> None:
                     f"the Hub, got {config.model_revision!r}"
                 )
         elif field != "model":  # the tokenizer of the model is read next
-            blaming(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
+            as_setting_error(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
 
 
 def _check_data(config: Any) -> None:

@@ -58,7 +58,7 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
             return cast(T, content)
         assert follow is not None
         follow(content)
-        meet()
+        barrier()
 
 
 def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
@@ -105,7 +105,7 @@ def tensors_from_main(accelerator: Accelerator, tensors: dict[str, Tensor]) -> d
     return received
 
 
-def meet() -> None:
+def barrier() -> None:
     """Wait for all ranks.
 
     Raises:
@@ -117,13 +117,13 @@ def meet() -> None:
 
 
 @contextmanager
-def leading(order: Any) -> Iterator[None]:
+def broadcast_order(order: Any) -> Iterator[None]:
     """On the main process, in the function of a `from_main`: the other ranks follow this order, and are waited for."""
     _broadcast(("order", order))
     try:
         yield
     finally:
-        meet()
+        barrier()
 
 
 def _broadcast(message: tuple[str, Any] | None) -> tuple[str, Any]:
@@ -175,7 +175,7 @@ def gloo_group(purpose: str) -> Any:
 @lru_cache(maxsize=8)
 def _new_group(world: Any, purpose: str) -> Any:
     if purpose != "control":
-        meet()  # `new_group` would wait for a rank that has ended, and the connections of "control" report it
+        barrier()  # `new_group` would wait for a rank that has ended, and the connections of "control" report it
     return dist.new_group(backend="gloo", timeout=_LONGEST)
 
 

@@ -23,7 +23,7 @@ from ..models.policy import Policy
 Reference = Callable[[Batch], Tensor]
 
 
-def beside(policy: Policy, model: nn.Module, config: Any) -> Policy:
+def frozen_policy_like(policy: Policy, model: nn.Module, config: Any) -> Policy:
     """Wrap another model as a frozen `Policy` on the policy's device, sharded as the policy is."""
     model = model.requires_grad_(False)
     model = model if policy.mesh else model.to(policy.device)
@@ -39,7 +39,7 @@ def load_reference(config: Any, tokenizer: Any, policy: Policy) -> Policy:
     config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", gradient_checkpointing=False)
     config = replace(config, model_revision=None, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0)
     check_same_vocabulary(tokenizer, load_tokenizer(config))
-    return beside(policy, load_model(config), config)
+    return frozen_policy_like(policy, load_model(config), config)
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
@@ -56,7 +56,7 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
     if policy.mesh is not None:  # shards can't be copied, but can be loaded again
         if isinstance(config.model, nn.Module):
             raise ValueError("model: one in memory can't be sharded twice, and a copy is its reference; give its name")
-        return frozen(beside(policy, load_model(config), config), temperature=temperature)
+        return frozen(frozen_policy_like(policy, load_model(config), config), temperature=temperature)
     return (adapters_copy if adapters else frozen_copy)(policy, temperature=temperature)
 
 

@@ -24,8 +24,8 @@ from .trackers import for_trackers, open_trackers
 log = logging.getLogger(__name__)
 
 _UNSYNCED = 1.0  # seconds of a journal that a power cut may take
-_TOLD = ("loss", "nll", "reward", "accuracy", "rewards/accuracies", "rewards/margins")
-_SHOWN = (*_TOLD, "grad_norm", *(f"eval/{name}" for name in _TOLD))
+_HEADLINES = ("loss", "nll", "reward", "accuracy", "rewards/accuracies", "rewards/margins")
+_SHOWN = (*_HEADLINES, "grad_norm", *(f"eval/{name}" for name in _HEADLINES))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
 
 _NOT_DRAWN = {"step", "seconds", "tokens", "input_tokens", "skipped", "ranks/slowest"}
@@ -153,7 +153,7 @@ def written(directory: Path | None, start: int) -> Iterator[dict[str, Any]]:
 
 def draw_curves(metrics: Path, picture: Path) -> None:
     """Plot the main metrics of ``metrics.jsonl``, one panel each, unless none was measured more than once."""
-    curves = foremost(read_curves(metrics))
+    curves = most_important(read_curves(metrics))
     if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
         return
     from matplotlib.figure import Figure  # slow to import
@@ -189,7 +189,7 @@ def read_curves(metrics: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
     return curves
 
 
-def foremost(curves: dict[str, Any]) -> dict[str, Any]:
+def most_important(curves: dict[str, Any]) -> dict[str, Any]:
     """At most twelve: loss and reward, held-out metrics, the usual metrics of a policy, then the rest.
 
     A recipe that samples has forty metrics, which take longer to draw than some runs take to train.

@@ -20,10 +20,10 @@ from ..models.io import read_model
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from ..models.sharding import left_in_files
-from ..registry import blaming
+from ..registry import as_setting_error
 from .context import RunContext, TokenColumns
 from .feed import digest, stored_tokens
-from .reference import beside
+from .reference import frozen_policy_like
 
 
 def open_teacher(
@@ -100,8 +100,8 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
                 "give a teacher with the same tokenizer"
             )
     else:
-        named = blaming(f"teacher.model: {model}")
+        named = as_setting_error(f"teacher.model: {model}")
         check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
         with left_in_files(student.parallel.copy_size > 1):
             model = named(read_model)(AutoModelForCausalLM, model, dtype=getattr(torch, student.dtype))
-    return beside(context.model, model, student)
+    return frozen_policy_like(context.model, model, student)

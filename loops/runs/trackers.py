@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 from ..config import Common
 from ..redaction import redacted
-from ..registry import blaming
+from ..registry import as_setting_error
 
 # Metrics that TRL logs under another name.
 RENAMED = {
@@ -46,7 +46,7 @@ def open_trackers(accelerator: Accelerator, config: Common, start: int) -> None:
     tensorboard = [str(tracker) for tracker in accelerator.log_with] == ["tensorboard"]
     # TensorBoard makes a directory for the project, besides the one that it is already in.
     project = "logs" if tensorboard and config.project is None else config.project or "burnish"
-    with blaming(f"report_to: {config.report_to}", Exception):
+    with as_setting_error(f"report_to: {config.report_to}", Exception):
         accelerator.init_trackers(project, config=flat(vars(config)), init_kwargs=named)
 
 

@@ -25,10 +25,10 @@ from ..train import optimizers
 from ..train.losses import TensorReader, Term, compose, weightings
 from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, liveness, ranks, stop
-from .directory import claimed
+from .directory import lock_directory
 from .feed import StepFeed, digest
 from .liveness import at
-from .ranks import from_main, meet, watching
+from .ranks import barrier, from_main, watching
 from .report import draw_curves, journal, written
 from .storage import sync
 
@@ -115,7 +115,7 @@ class Training:
         context = self.context
         self.state["data"], *held_out = (digest(each) for each in (context.data, context.eval_data) if each is not None)
         revision = getattr(context.model.plain.config, "_commit_hash", None)
-        meet()  # a rank that has ended is named there
+        barrier()  # a rank that has ended is named there
         rows, revisions = zip(*gather_object([((self.state["data"], *held_out), revision)]), strict=True)
         if len(set(rows)) > 1:
             raise ValueError(
@@ -231,7 +231,7 @@ class Training:
         with (
             watching(),
             stop.signals(visible=accelerator.is_main_process) as received,
-            claimed(config, context.description, accelerator),
+            lock_directory(config, context.description, accelerator),
             journal(self.directory, self.start, self.feed.steps, accelerator, config, steps_per_epoch=epoch) as log,
             closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
         ):
@@ -305,7 +305,7 @@ class Training:
             self.state["parts"]["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
             with at("writing the model"):
                 self._save_model()
-        meet()
+        barrier()
         if self.context.stream is not None:
             self.context.accelerator.print(self.context.stream.accounting)
 

@@ -76,7 +76,7 @@ def check(config: Common) -> None:
 def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     """The configured optimizer of the trained parameters; norms and biases don't decay.
 
-    Its steps of bfloat16 parameters, and those on the CPU (``offload_optimizer``), are those of `UpdatesCopies`.
+    Its steps of bfloat16 parameters, and those on the CPU (``offload_optimizer``), are those of `Float32Steps`.
 
     Raises:
         ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
@@ -101,7 +101,7 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     try:
         if _has_bfloat16(parameters) or config.offload_optimizer:
             members = {"rounding": config.rounding, "seed": config.seed, "offload": config.offload_optimizer}
-            kind = type(f"{name}OfCopies", (UpdatesCopies, kind), members)
+            kind = type(f"{name}OfCopies", (Float32Steps, kind), members)
         optimizer: Any = build(
             "optimizer_kwargs",
             kind,
@@ -284,7 +284,7 @@ def _is_narrow(matrix: Tensor) -> bool:
     return isinstance(matrix.grad, DTensor) and min(matrix.shape) < matrix.grad.device_mesh.size()
 
 
-class UpdatesCopies(Optimizer):
+class Float32Steps(Optimizer):
     """Mixed into an optimizer's class, which then sees each bfloat16 parameter, one at a time, as a float32 tensor w.
 
     stochastic     w is the parameter, and becomes the bfloat16 number below or above by chance: `round_stochastically`

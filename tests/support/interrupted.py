@@ -144,7 +144,7 @@ def check_offloaded(weights_dtype):
             torch.distributed.fsdp.fully_shard(module, mesh=mesh)
         settings = Common("", "", "", learning_rate=1e-2, rounding="compensated", offload_optimizer=sharded)
         optimizer = optimizers.make_optimizer(settings, module)
-        with patch.object(optimizers.UpdatesCopies, "_is_copied", lambda *_: True):  # as if they were on a GPU
+        with patch.object(optimizers.Float32Steps, "_is_copied", lambda *_: True):  # as if they were on a GPU
             for step in range(3):
                 for parameter in module.parameters():
                     gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))

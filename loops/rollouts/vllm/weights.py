@@ -73,7 +73,7 @@ async def undo_update(vllm: VLLMClient) -> None:
             await vllm.control(operation)
 
 
-class _Whole:
+class FullWeights:
     """All of the weights, in place of the former ones."""
 
     merged = True  # takes adapters merged into the weights that they adapt
@@ -142,7 +142,7 @@ class _Whole:
         return int(version) if ours else None
 
 
-class Files(_Whole):
+class Files(FullWeights):
     """Whole weights through files, which are not kept.
 
     Args:
@@ -172,7 +172,7 @@ class Files(_Whole):
             path.unlink(missing_ok=True)
 
 
-class Nccl(_Whole):
+class Nccl(FullWeights):
     """Whole weights from GPU to GPUs, broadcast by this process; needs vLLM in the trainer's environment, too.
 
     Written to vLLM 0.32's contract and tested against a stand-in; no GPU has run it yet. Seconds per publication on one

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
 from burnish.loops.config import Common
-from burnish.loops.runs.report import draw_curves, entries, foremost, journal, read_curves, written
+from burnish.loops.runs.report import draw_curves, entries, journal, most_important, read_curves, written
 from matplotlib.figure import Figure
 
 
@@ -31,7 +31,7 @@ def test_what_is_held_out_is_in_the_panel_of_its_twin_and_what_is_not_finite_is_
 
 
 def test_of_too_many_metrics_the_foremost_are_drawn(metrics):
-    names = list(foremost(read_curves(metrics)))
+    names = list(most_important(read_curves(metrics)))
     assert names == ["loss", "reward", "accuracy", "kl", *(f"sampling/{i}" for i in range(8))]
 
 
@@ -39,7 +39,7 @@ def test_the_picture_has_a_panel_for_each(metrics, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: drawn.append(figure))
     draw_curves(metrics, tmp_path / "curves.png")
-    assert [axis.get_title() for axis in drawn[0].axes] == list(foremost(read_curves(metrics)))
+    assert [axis.get_title() for axis in drawn[0].axes] == list(most_important(read_curves(metrics)))
     assert [line.get_label() for line in drawn[0].axes[0].lines] == ["training", "held out"]
 
 

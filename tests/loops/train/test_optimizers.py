@@ -379,12 +379,12 @@ def test_an_offloaded_optimizer_keeps_its_state_and_computes_on_the_cpu(optimize
 def test_an_offloaded_optimizer_takes_the_same_steps(weights_dtype, monkeypatch):
     ends = []
     for offload in (False, True):
-        monkeypatch.setattr(optimizers.UpdatesCopies, "_is_copied", lambda self, parameter: True)  # as on a GPU
+        monkeypatch.setattr(optimizers.Float32Steps, "_is_copied", lambda self, parameter: True)  # as on a GPU
         module = model(getattr(torch, weights_dtype))
         settings = config(learning_rate=1e-3, weight_decay=0.1, rounding="compensated", offload_optimizer=offload)
         optimizer = optimizers.make_optimizer(settings, module)
         if not offload:
-            assert isinstance(optimizer, optimizers.UpdatesCopies) == (weights_dtype == "bfloat16")
+            assert isinstance(optimizer, optimizers.Float32Steps) == (weights_dtype == "bfloat16")
         steps(module, optimizer, 0, 5)
         ends.append(weights(module))
     assert torch.equal(*ends)
