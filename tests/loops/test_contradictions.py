@@ -41,6 +41,7 @@ RULES = [
     (DPO, OFFLINE, {"reference": "adapters_off"}, "reference: adapters_off wanted a model wrapped by peft"),
     (DPO, OFFLINE, {"ref_model_sync_steps": 4, "ref_model": "r"}, "ref_model_sync_steps: only a copy"),
     (DPO, OFFLINE, {"ref_model_sync_steps": 4, "lora": ADAPTERS}, "ref_model_sync_steps: only a copy"),
+    (DPO, OFFLINE, {"ref_model_sync_steps": 4, "parallel": Parallel(2)}, "ref_model_sync_steps: only a copy"),
     (DPO, OFFLINE, {"ref_model_sync_steps": 4, "reference": "precompute"}, "ref_model_sync_steps: only a copy"),
     (DPO, OFFLINE, {"logprob_reduction": "mean", "ld_alpha": 0.5}, "ld_alpha: is for sums"),
     (KTO, OFFLINE, {"batch_size": 1}, "kto: its z0 comes from"),

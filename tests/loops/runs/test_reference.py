@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 from burnish.data import Example, encode_preference
 from burnish.loops.batch import collate
-from burnish.loops.config import Lora, Parallel
+from burnish.loops.config import Lora
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.preference import open_dpo
 from burnish.loops.recipes.settings import DPO
@@ -176,15 +176,6 @@ def test_another_model_is_the_reference(kind, tmp_path):
     torch.testing.assert_close(reference(batch), expected(batch).logprob.detach(), rtol=0, atol=1e-5)
     assert not reference(batch).requires_grad
     assert not torch.allclose(reference(batch), context.model(batch).logprob, atol=0.1)
-
-
-@pytest.mark.parametrize(
-    "fields", [{"lora": Lora(r=2)}, {"ref_model": "x"}, {"reference": "precompute"}, {"parallel": Parallel(2)}], ids=str
-)
-def test_only_a_copy_of_the_policy_follows_it(fields):
-    context = RunContext(DPO("m", "d", "o", ref_model_sync_steps=2, **fields), None, None, None, None)
-    with pytest.raises(ValueError, match="ref_model_sync_steps: only a copy of a whole policy follows it"):
-        context.reference(context.config.reference)
 
 
 def test_adapters_off_wants_adapters():
