@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 
 sys.path.pop(0)  # of its folders, one called kernels would be taken for a package
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path.extend(map(str, (Path(__file__).parent / "support").iterdir()))
 
 import faulty
 import forked

@@ -6,7 +6,7 @@
 
 Recipes take three optimizer steps on a tiny model through the command line, in float32 and under bfloat16 autocast, on
 one process and on two (gloo): all metrics, and a SHA-256 of every final weight. Kernels, which are listed in
-support/identity_kernels.py, give a SHA-256 of every output and gradient. Everything runs on the CPU in one thread.
+support/tools/identity_kernels.py, give a SHA-256 of every output and gradient. All runs on the CPU in one thread.
 Numbers depend on the processor and on packages: record both sides on one machine, and do not commit the file.
 After a flag is renamed, edit the tables; after a metric or a file is renamed, add it to `RENAMED`.
 """
@@ -33,7 +33,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != HERE]  # transformers looks for `kernels`
 ROOT = Path(pkgutil.resolve_name("burnish").__file__).parent
-sys.path += [str(ROOT / "tests" / "support"), str(HERE / "support")]
+for tests in (ROOT / "tests", HERE):  # those of an earlier tree may lie in one folder
+    sys.path += [str(tests / "support"), *map(str, (tests / "support").glob("*/"))]
 
 PARTS = {  # what a command names by @
     "steps": "--model @model --steps 3 --learning_rate 1e-3 --micro_tokens 160",

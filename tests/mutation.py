@@ -250,7 +250,7 @@ def copy_tree(room: str, tree: Path) -> None:
     shutil.copytree(ROOT / "tests" / "support", tree / "tests" / "support", ignore=no_cache)
     if room == "kernels":
         shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
-        forked = tree / "tests" / "support" / "forked.py"  # whose group failed, and so the test
+        forked = tree / "tests" / "support" / "processes" / "forked.py"  # whose group failed, and so the test
         forked.write_text(forked.read_text().replace("GRACE = 60.0", "GRACE = 0.0"))
     else:
         without = shutil.ignore_patterns("__pycache__", "results")

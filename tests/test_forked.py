@@ -31,7 +31,8 @@ def until(condition, seconds=30.0):
 
 def finding(directory):
     """The environment of a process that finds the modules of this directory, and those of tests/support."""
-    places = [str(directory), str(Path(__file__).parent / "support"), os.environ.get("PYTHONPATH", "")]
+    support = (Path(__file__).parent / "support").iterdir()
+    places = [str(directory), *map(str, support), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 

@@ -49,7 +49,7 @@ CHATS = [
 ]
 AFTER = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]
 LAST = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in CHATS]
-MARKED = {"chat_template_path": str(Path(__file__).parent / "support/marked.jinja"), "assistant_only_loss": True}
+MARKED = {"chat_template_path": str(Path(__file__).parent / "support/trl/marked.jinja"), "assistant_only_loss": True}
 # In two micro-batches.
 HALVES = {**DRAWN, "gradient_accumulation_steps": 2, "beta": 0.0, "epsilon_high": 0.28}
 # Both estimate KTO's KL from the completions of other prompts; of two rows there is one choice.

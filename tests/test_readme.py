@@ -62,7 +62,7 @@ def test_a_loop_learns_from_a_reward(names):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch can't register devices from Python")
 def test_where_there_is_an_accelerator_both_run_on_it(tmp_path):
-    ((status, printed),) = run_forked(1, "on_page", str(tmp_path), PAIRS, LOOP)
+    ((status, printed),) = run_forked(1, "rank_on_page", str(tmp_path), PAIRS, LOOP)
     assert status == 0, printed[-3000:]
 
 

@@ -83,7 +83,7 @@ def grpo(directory):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent / "support"))
+    sys.path.extend(map(str, (Path(__file__).parent / "support").iterdir()))
     for walk in (dpo, grpo):
         with tempfile.TemporaryDirectory() as name:
             met = walk(Path(name))

@@ -44,7 +44,8 @@ def cli(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
     """``python -m burnish.benchmarks`` in a process that finds the modules of tests/support."""
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-        places = [str(Path(__file__).parents[1] / "support"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        support = (Path(__file__).parents[1] / "support").iterdir()
+        places = [*map(str, support), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
         command = [sys.executable, "-W", "ignore", "-m", "burnish.benchmarks", *arguments]
         done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

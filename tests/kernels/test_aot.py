@@ -11,7 +11,7 @@ from grids import slow
 
 pytest.importorskip("triton", reason="needs triton")
 
-TOOL = Path(__file__).parents[1] / "support" / "aot.py"
+TOOL = Path(__file__).parents[1] / "support" / "tools" / "aot.py"
 CASE = "sm_90 forward bf16 plain"
 PLAIN = "sm_90 ((forward|fold|backward) bf16|divergence (fold|backward reverse KL)) plain"  # one of most kernels
 OTHERS = ["sm_80", "sm_100", "gfx942"]

@@ -127,7 +127,7 @@ def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in
     recipe, kind, fields = SHARDED[run]
     fields = values(kind, **fields, parallel={setting: 2})
     predicted = rehearse(*configured(recipe, fields)).total
-    for status, printed in run_forked(2, "measured", recipe, fields):
+    for status, printed in run_forked(2, "rank_measured", recipe, fields):
         assert status == 0, printed
         measured = int(printed.rpartition("measured ")[2].split()[0])
         assert predicted == pytest.approx(measured, rel=0.15)

@@ -383,4 +383,4 @@ def test_a_translation_imports_nothing_heavy(tmp_path):
 
 
 def test_the_page_is_made_from_the_table():
-    assert PAGE.read_text() == page(), "run tests/support/trl_page.py"
+    assert PAGE.read_text() == page(), "run tests/support/trl/trl_page.py"

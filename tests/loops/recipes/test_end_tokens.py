@@ -156,7 +156,7 @@ def test_a_stream_keeps_the_end_tokens_of_its_later_steps(tmp_path):
 def test_two_ranks_save_the_end_tokens(tmp_path, shards):
     start = save_base(tmp_path / "base")
     data = write_rows(tmp_path / "rows.jsonl", MESSAGES * 4)
-    for status, printed in run_forked(2, "ended", str(start), str(data), str(tmp_path / "run"), shards):
+    for status, printed in run_forked(2, "rank_ended", str(start), str(data), str(tmp_path / "run"), shards):
         assert status == 0, printed[-3000:]
     assert ends(tmp_path / "run/model") == [EOS, END]
 

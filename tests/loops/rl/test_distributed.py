@@ -88,7 +88,7 @@ def train(tmp_path_factory):
                 fields["teacher"] = {**fields["teacher"], "model": teacher}
                 fields["data"] = str(directory / "pairs.jsonl")
                 del fields["rewards"], fields["prompts_per_rollout"]
-        for status, printed in run_forked(ranks, "spread", runs):
+        for status, printed in run_forked(ranks, "rank_spread", runs):
             assert status == 0, printed[-3000:]
             assert printed.count("value_model: probed before sharding, so each rank loads") == sharded.count(
                 "ppo with a critic"

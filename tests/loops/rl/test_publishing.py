@@ -72,7 +72,7 @@ def publish(tmp_path_factory):
             place = directory / f"{ranks}-{sharded}-{len(kinds)}" / kind
             vllm = {**fields.get("vllm", {}), "url": servers[kind].url}
             runs.append({**common, **fields, "output": str(place), "sharded": sharded, "vllm": vllm})
-        for status, printed in run_forked(ranks, "spread", runs):
+        for status, printed in run_forked(ranks, "rank_spread", runs):
             assert status == 0, printed[-3000:]
         for server in servers.values():
             server.close()

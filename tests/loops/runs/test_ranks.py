@@ -30,7 +30,7 @@ PATIENCE = 6.0
 def test_a_rank_whose_partner_never_starts_says_so_in_a_line(rank, message, tmp_path):
     files = {"model": save_model(tmp_path / "model"), "data": write_rows(tmp_path / "pairs.jsonl", sums(8))}
     flags = [f"--{name}={path}" for name, path in {**files, "output": tmp_path / "run"}.items()]
-    ((status, printed),) = run_forked(1, "alone", str(rank), "dpo", *flags)
+    ((status, printed),) = run_forked(1, "rank_alone", str(rank), "dpo", *flags)
     assert status == 0, printed[-3000:]
     (line,) = [line for line in printed.splitlines() if line.startswith("burnish dpo: ")]
     assert "ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: " in line and message in line
@@ -54,7 +54,7 @@ def test_a_rank_whose_partner_has_ended_is_not_told_to_start_it():
 
 
 def test_ranks_with_other_rows_than_each_other_are_refused(tmp_path):
-    outcomes = run_forked(2, "uneven", str(save_model(tmp_path / "model")))
+    outcomes = run_forked(2, "rank_uneven", str(save_model(tmp_path / "model")))
     assert [status for status, _ in outcomes] == [0, 0], outcomes
     assert all("refused rows held out order stream" in printed for _, printed in outcomes)
 
@@ -106,7 +106,7 @@ def die(tmp_path):
 
     def die(moment, mortal, stuck=False):
         fields = {**prepare(tmp_path), "output": str(tmp_path / "run")}
-        outcomes = run_forked(2, "mortal", fields, moment, mortal, stuck)
+        outcomes = run_forked(2, "rank_mortal", fields, moment, mortal, stuck)
         assert outcomes[mortal][0] == -signal.SIGKILL
         status, printed = outcomes[1 - mortal]
         note = tmp_path / f"run-rank{1 - mortal}.txt"

@@ -70,7 +70,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(scope="session")
 def simulated(tmp_path_factory):
     """What one of 64 ranks that don't exist holds and sends, see `simulated.be_rank`."""
-    return found_by_ranks(tmp_path_factory, 1, "simulated")
+    return found_by_ranks(tmp_path_factory, 1, "rank_simulated")
 
 
 @pytest.fixture(scope="session")

@@ -31,7 +31,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("world", "names"), WORLDS)
 def test_runs_on_the_device_end_where_those_on_the_cpu_do(world, names, tmp_path_factory):
-    runs = runs_on(tmp_path_factory, names, *world, module="on_standin")
+    runs = runs_on(tmp_path_factory, names, *world, module="rank_on_standin")
     expected = runs_on(tmp_path_factory, names, *world)
     for name in names:
         assert_same_end(expected / name, runs / name)
@@ -39,5 +39,5 @@ def test_runs_on_the_device_end_where_those_on_the_cpu_do(world, names, tmp_path
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings))
 def test_settings_of_a_run_do_on_the_device_what_they_do_on_the_cpu(settings, tmp_path_factory):
-    runs = runs_on(tmp_path_factory, ("dpo",), module="on_standin", **settings)
+    runs = runs_on(tmp_path_factory, ("dpo",), module="rank_on_standin", **settings)
     assert_same_end(runs_on(tmp_path_factory, ("dpo",), **settings) / "dpo", runs / "dpo")

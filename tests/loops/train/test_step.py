@@ -252,7 +252,7 @@ def test_ranks_do_not_train_apart_on_a_policy_that_was_not_prepared(policy, monk
 @pytest.mark.parametrize("unused", [True, False])
 def test_weights_that_get_no_gradient_leave_the_steps_of_two_ranks_as_they_are(tmp_path, unused):
     for ranks in (1, 2):
-        outcomes = run_forked(ranks, "unused", str(tmp_path), unused)
+        outcomes = run_forked(ranks, "rank_unused", str(tmp_path), unused)
         assert [status for status, _ in outcomes] == [0] * ranks, outcomes
     alone, together = (load_file(tmp_path / f"{ranks}.safetensors") for ranks in (1, 2))
     assert any("indexer" in name for name in alone) == unused
@@ -262,7 +262,7 @@ def test_weights_that_get_no_gradient_leave_the_steps_of_two_ranks_as_they_are(t
 
 def test_shards_that_the_caller_made_take_the_step_of_one_rank(tmp_path):
     for ranks in (1, 2):
-        outcomes = run_forked(ranks, "own_shards", str(tmp_path))
+        outcomes = run_forked(ranks, "rank_own_shards", str(tmp_path))
         assert [status for status, _ in outcomes] == [0] * ranks, outcomes
     alone, together = (torch.load(tmp_path / f"{ranks}.pt") for ranks in (1, 2))
     assert together == pytest.approx(alone)

@@ -28,7 +28,9 @@ def vllm_python():
     """The interpreter that ``BURNISH_VLLM_PYTHON`` names; tests that need it are skipped where it names none."""
     if named := os.environ.get("BURNISH_VLLM_PYTHON"):
         return named
-    pytest.skip("no vLLM: make an environment with tests/support/install_vllm, name its python in BURNISH_VLLM_PYTHON")
+    pytest.skip(
+        "no vLLM: make an environment with tests/support/tools/install_vllm, name its python in BURNISH_VLLM_PYTHON"
+    )
 
 
 def start(directory, **options):

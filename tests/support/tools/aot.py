@@ -1,4 +1,4 @@
-"""What the Triton kernels cost on GPUs that are not here: ``python tests/support/aot.py [--update]``.
+"""What the Triton kernels cost on GPUs that are not here: ``python tests/support/tools/aot.py [--update]``.
 
 Compiles every kernel of ``burnish.kernels`` as it would be launched on each architecture, and compares its registers,
 spills and shared memory with a committed budget. The functions that launch the kernels are called as always, with
@@ -35,7 +35,7 @@ from triton.errors import TritonError
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-BUDGET = Path(__file__).parents[1] / "kernels" / "aot_budget.json"
+BUDGET = Path(__file__).parents[2] / "kernels" / "aot_budget.json"
 MODULES: tuple[ModuleType, ...] = (triton_softmax, triton_divergence, triton_forward)
 
 

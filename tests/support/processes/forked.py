@@ -22,6 +22,10 @@ import time
 import traceback
 from pathlib import Path
 
+for folder in Path(__file__).parents[1].iterdir():  # this file is a script, too: what tests share is beside it
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
 GRACE = 60.0  # seconds in which a process should notice that another one of its group failed
 PR_SET_PDEATHSIG = 1
 

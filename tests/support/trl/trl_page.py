@@ -8,7 +8,7 @@ from burnish.loops.cli import launch
 from burnish.loops.cli.trl import table, translate
 from burnish.loops.recipes import settings_of
 
-PAGE = Path(__file__).parents[2] / "loops/cli/FROM_TRL.md"
+PAGE = Path(__file__).parents[3] / "loops/cli/FROM_TRL.md"
 RECIPES = yaml.safe_load(Path(__file__).with_name("trl_recipes.yaml").read_text())
 COMMANDS = yaml.safe_load(Path(__file__).with_name("trl_commands.yaml").read_text())
 
