@@ -16,7 +16,7 @@ def blocks(page):
 
 
 QUICK, EMBEDDED = blocks("README.md")
-PAIRS, LOOP = blocks("docs/your-own-loop.md")
+PAIRS, LOOP, *_ = blocks("docs/your-own-loop.md")
 (DIVERGENCE,) = blocks("kernels/README.md")
 
 
