@@ -14,11 +14,17 @@ import fsspec
 import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
+from .columns import LAYOUT_COLUMNS
+
+# Recipes read these, and say of a row whose value is of another type that it is a bad one.
+_CHECKED = LAYOUT_COLUMNS | {"margin", "weight"}
+
 
 def changed_columns(dataset: Dataset, *, of_file: bool) -> list[str]:
     """The columns whose texts are numbers now or, in the dataset of a JSON file, times; rows in memory hold times."""
     times = [name for name, kind in dataset.features.items() if of_file and _has_times(kind)]
-    return times + [name for name in dataset.column_names if _mixes_scalars(dataset, name)]
+    free = [name for name in dataset.column_names if name not in _CHECKED]
+    return times + [name for name in free if _mixes_scalars(dataset, name)]
 
 
 def as_written(dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, of_file: bool) -> Dataset:

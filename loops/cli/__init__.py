@@ -124,8 +124,9 @@ def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[
             print(whose_code(config))
         return import_module(f".{command}", __package__).show(recipe, config, getattr(options, flag))
 
-    # A configuration must name a run directory; that of `data` is not used.
-    return _run(recipe, [*["--output", "none"] * (command == "data"), *_with_file(words)], show)
+    if command == "data":  # it uses no run directory, which a configuration must name, and trains on nothing
+        return _run(recipe, ["--output", "none", *_with_file(words)], show, rules=False)
+    return _run(recipe, _with_file(words), show)
 
 
 def _env(arguments: list[str]) -> int:
@@ -190,11 +191,11 @@ def _train(name: str, config: Any) -> None:
         opened.train()
 
 
-def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _train) -> int:
+def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _train, *, rules: bool = True) -> int:
     shows_traceback = "--traceback" in arguments or bool(os.environ.get("BURNISH_TRACEBACK"))
     arguments = [word for word in arguments if word != "--traceback"]
     try:
-        config = parse(name, settings_of(name), arguments)
+        config = parse(name, settings_of(name), arguments, rules=rules)
         check_names(config)
         check_settings(config)
         gc.disable()  # imports make millions of objects that stay, and would be searched for garbage for seconds

@@ -32,8 +32,12 @@ _RUN = "model and run directory"
 _NEEDED = ("output", None)  # from Python a run may have no directory
 
 
-def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
-    """Parse YAML file and flags into a configuration; flags win in any order. Exits with status 2 on a mistake."""
+def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool = True) -> Any:
+    """Parse YAML file and flags into a configuration; flags win in any order. Exits with status 2 on a mistake.
+
+    Args:
+        rules: whether settings that contradict each other are a mistake, too.
+    """
     helps = any(word == "-h" or "help" in word or "print_" in word for word in arguments)
     parser = _parser(name, config_class, documented=helps)
     translated, left, translation = read(name, config_class, _spelled(config_class, arguments))
@@ -61,7 +65,7 @@ def parse(name: str, config_class: Any, arguments: Sequence[str]) -> Any:
         parser.exit(2, f"{parser.prog}: {several(mistakes)}\n{parser.prog} --help lists its fields\n")
     parsed.pop("config", None)
     config = config_class(**vars(parser.instantiate(parsed)))
-    if isinstance(config, Settings):  # the demo has no rules
+    if rules and isinstance(config, Settings):  # the demo has no rules
         try:
             config.refuse_contradictions()
         except ValueError as contradictions:

@@ -11,8 +11,6 @@ import datasets
 import pytest
 from burnish.data import DataError, load_data
 from burnish.loops import cli
-from burnish.loops.recipes.settings import SFT
-from burnish.loops.runs.preflight import check_files
 
 
 def test_a_character_that_the_terminal_lacks_is_escaped(monkeypatch):
@@ -49,11 +47,6 @@ def test_a_name_that_is_no_utf8_is_refused_before_training(word, monkeypatch, ca
     monkeypatch.setattr(sys, "argv", ["burnish", "sft", "--output", word])
     assert command.main() == 2
     assert capsys.readouterr().err.startswith(r"burnish: 'runs/Gr\udcfc\udcdfe' is not UTF-8 here; set PYTHONUTF8=1")
-
-
-def test_an_empty_output_is_no_directory():
-    with pytest.raises(ValueError, match=r"^output: wanted a directory, got ''; "):
-        check_files(SFT(model="m", data=[{}], output=""))
 
 
 def test_a_cache_that_takes_no_files_is_named_with_the_remedy(tmp_path: Path, monkeypatch):

@@ -20,8 +20,8 @@ EXACT = {"rtol": 1e-11, "atol": 1e-12}
 RUNS = {
     "plain": {"group_size": 3},
     "few prompts": {"prompts_per_rollout": 1, "group_size": 6},
-    "dynamic sampling": {"dynamic_sampling": True, "rewards": {"spread:first_even": 1.0}, "group_size": 2},
-    "conversations": {"rewards": {}, "environment": "spread:Turns", "limits": {"turns": 3}, "max_tokens": 8},
+    "dynamic sampling": {"dynamic_sampling": True, "rewards": {"rank_spread:first_even": 1.0}, "group_size": 2},
+    "conversations": {"rewards": {}, "environment": "rank_spread:Turns", "limits": {"turns": 3}, "max_tokens": 8},
     "minibatches": {"group_size": 3, "epochs_per_rollout": 2, "minibatches": 2},
     "stale": {"max_staleness": 1, "old_logprobs": "recomputed"},
     "adapters": {"lora": {"r": 2}},
@@ -134,7 +134,7 @@ def test_a_run_in_bfloat16_and_in_shards_samples_and_learns_as_one_process_does(
     ]
     assert torch.nn.functional.cosine_similarity(*moved, dim=0) > 0.9
     for line, alone in zip(lines(many), lines(one), strict=True):
-        assert line.keys() == alone.keys()
+        assert alone.keys() == {name for name in line if not name.startswith("ranks/")}
         assert all(math.isfinite(value) for value in line.values())
         assert line["sampling/logp_difference/max"] < 0.1  # the sampler has the weights that are trained
 
