@@ -66,7 +66,7 @@ def sift(path: Path, keep: Callable[[bytes], bool]) -> int:
             os.fsync(whole.fileno())
     except (IsADirectoryError, PermissionError):
         partial.unlink(missing_ok=True)
-        path.rename(_free(path))
+        move_aside(path)
         return 1
     _set_aside(path, damaged)
     partial.replace(path)
@@ -76,6 +76,13 @@ def sift(path: Path, keep: Callable[[bytes], bool]) -> int:
 def damaged_of(path: Path) -> Path:
     """The file that unreadable lines of a file are moved to."""
     return path.with_name(f"{path.name}.damaged")
+
+
+def move_aside(path: Path) -> Path:
+    """Move a file that can't be read out of the way; returns its new place, which nothing else has."""
+    place = _free(path)
+    path.rename(place)
+    return place
 
 
 def _set_aside(path: Path, damaged: list[bytes]) -> None:

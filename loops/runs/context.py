@@ -1,6 +1,7 @@
 """An open run: its settings, ranks, tokenizer, model and data, and how losses train on them.
 
 config.yaml      the resolved configuration
+run.json         how and on what the run was started, see `record`
 metrics.jsonl    one JSON object per step
 checkpoints/     see `checkpoint`
 model/           the trained model, as transformers loads it; adapter/ beside it where adapters were trained
@@ -66,6 +67,7 @@ class RunContext(Generic[Model]):
         records, eval_records: the parts of the data that the examples were made from.
         stream: the source of every step's examples, if the data are streamed; ``data`` holds those of the first step.
         description: the configuration as it was opened, in YAML; see `to_yaml`.
+        accounting, eval_accounting: of the data, and of the held-out data if there are any.
         encode: makes examples of further records, as ``data`` was made.
         synced: the reference, if it follows the policy.
     """
@@ -81,6 +83,8 @@ class RunContext(Generic[Model]):
     stream: Stream | None = None
     description: str = ""
     encode: Callable[[list[Records]], tuple[Dataset, Accounting]] | None = None
+    accounting: Accounting | None = None
+    eval_accounting: Accounting | None = None
     synced: SyncedReference | None = field(default=None, init=False)
 
     @property
@@ -306,7 +310,7 @@ def open_run(
         data, accounting = encoded(records[0])
     else:
         data, accounting = stream.open(0), stream.accounting
-    eval_data = encoded(records[1])[0] if records[1] else None
+    eval_data, eval_accounting = encoded(records[1]) if records[1] else (None, None)
     model, mesh = (load_weights or load_model)(config), open_mesh(config, accelerator)
     check_tokens(model, tokenizer, data, eval_data)
     if config.quantize is None and not getattr(model, "is_quantized", False) and mesh is None:
@@ -316,6 +320,8 @@ def open_run(
     wrapped = make(model, **({} if mesh is None else {"mesh": mesh, "param_dtype": param_dtype}))
     run = RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description, encoded)
     chosen = [] if config.eos_token is None else [tokenizer.eos_token_id]
+    run.accounting = accounting
+    run.eval_accounting = eval_accounting
     run.end_with({*chosen, *accounting.end_tokens})
     return run
 

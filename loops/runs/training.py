@@ -29,6 +29,7 @@ from .directory import lock_directory
 from .feed import StepFeed, digest
 from .liveness import at
 from .ranks import barrier, from_main, watching
+from .record import recorded
 from .report import draw_curves, journal, written
 from .storage import sync
 
@@ -43,12 +44,14 @@ class _Running:
 
     Attributes:
         received: how many signals of each kind this rank has received, see `stop.signals`.
+        entry: what the record has of this start, on the main process; see `record.recorded`.
         log: writes the metrics of a step.
         saved: when the last checkpoint was, by the clock.
         signal: the signal for which the run stops.
     """
 
     received: Mapping[str, float]
+    entry: dict[str, Any]
     log: Callable[[int, Mapping[str, float]], None]
     saver: checkpoint.Saver
     saved: float
@@ -232,10 +235,11 @@ class Training:
             watching(),
             stop.signals(visible=accelerator.is_main_process) as received,
             lock_directory(config, context.description, accelerator),
+            recorded(self) as entry,
             journal(self.directory, self.start, self.feed.steps, accelerator, config, steps_per_epoch=epoch) as log,
             closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
         ):
-            yield _Running(received, log, saver, saved=monotonic())
+            yield _Running(received, entry, log, saver, saved=monotonic())
 
     def _optimize(self) -> Iterator[StepResult]:
         parts = self.state["parts"]

@@ -12,8 +12,8 @@ from online import prepare
 from tiny import save_model, sums, write_rows
 
 TRIALS = 60
-DPO_FILES = (".lock", ".config.yaml", "config.yaml", "metrics.jsonl", "reference")
-GRPO_FILES = (".lock", ".config.yaml", "config.yaml", "metrics.jsonl", "samples.jsonl")
+DPO_FILES = (".lock", ".config.yaml", "config.yaml", "run.json", "metrics.jsonl", "reference")
+GRPO_FILES = (".lock", ".config.yaml", "config.yaml", "run.json", "metrics.jsonl", "samples.jsonl")
 
 
 def flipped(content, rng):

@@ -70,13 +70,14 @@ def test_a_run_and_its_data_may_be_moved(settings, tmp_path, monkeypatch):
 
 
 def test_the_model_is_on_the_disk_before_it_counts_as_written(settings, tmp_path, monkeypatch, capsys):
-    usual, synced, in_time = os.fsync, {}, []
+    usual, synced, printed = os.fsync, {}, []
 
     def fsync(descriptor):
         path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
         usual(descriptor)
-        synced[path] = path.stat().st_size
-        in_time.append("the model is in" not in capsys.readouterr().out)
+        printed.append(capsys.readouterr().out)
+        if "the model is in" not in "".join(printed):
+            synced[path] = path.stat().st_size
 
     monkeypatch.setattr(os, "fsync", fsync)
     open_sft(SFT(**settings, steps=1, lora=Lora(r=2))).train()
@@ -84,7 +85,7 @@ def test_the_model_is_on_the_disk_before_it_counts_as_written(settings, tmp_path
     results = [path for name in ("model", "adapter") for path in (run / name, *(run / name).rglob("*"))]
     assert {"model.safetensors", "adapter_model.safetensors", "tokenizer.json"} < {path.name for path in results}
     assert all(synced[path] == path.stat().st_size for path in results)
-    assert run in synced and all(in_time)
+    assert run in synced
 
 
 def test_a_run_that_needs_less_memory_goes_on_with_what_was_held_out_elsewhere(settings, tmp_path, monkeypatch):

@@ -1,0 +1,46 @@
+"""The versions of what a run depends on."""
+
+import os
+import platform
+import subprocess
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+_PACKAGES = ("burnish", "torch", "triton", "transformers", "accelerate", "datasets", "peft", "safetensors",
+             "tokenizers", "jsonargparse", "numpy", "bitsandbytes", "vllm", "deepspeed", "flash-attn")  # fmt: skip
+# Environment variables that say how processes were started; all others may be private.
+_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
+           "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "TRITON_INTERPRET", "HF_HUB_OFFLINE")  # fmt: skip
+_ROOT = Path(__file__).parents[1]
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, of the platform, and of those packages that are installed."""
+    found = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def launch_variables() -> dict[str, str]:
+    """The environment variables that say how the processes were started."""
+    return {name: os.environ[name] for name in _LAUNCH if name in os.environ}
+
+
+@cache
+def git_revision(root: Path = _ROOT) -> str | None:
+    """The commit of a checkout, with ``-dirty`` if tracked files were changed since; None for what is no checkout."""
+    if not (root / ".git").exists():
+        return None
+    # Without optional locks git writes nothing: others may work in this checkout.
+    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        # Without the tags, a commit is described by its full hash.
+        told = subprocess.run([*command, "--exclude", "*"], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return told.stdout.strip()
