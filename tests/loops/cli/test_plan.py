@@ -12,6 +12,7 @@ from burnish.loops.cli.plan import alternatives, gpus_of
 from burnish.loops.cli.rehearsal import rehearse
 from burnish.loops.models.simulation import simulate
 from forked import run_forked
+from grids import slow
 from tiny import save_model, sums, write_rows
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -109,7 +110,7 @@ def test_the_predicted_peak_of_every_recipe_is_within_15_percent_of_what_the_all
     assert within_15_percent(*MORE[run], settings)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", [run if run == "dpo" else slow(run) for run in RUNS])
 def test_the_predicted_peak_is_within_15_percent_of_what_the_allocator_counts(run, settings):
     assert within_15_percent(*RUNS[run], settings)
 
@@ -149,6 +150,7 @@ def test_a_plan_reads_no_weights_and_leaves_nothing_behind(settings, model, tmp_
     assert torch.zeros(1).item() == 0 and dict(os.environ) == environment
 
 
+@pytest.mark.slow
 def test_memory_is_what_the_settings_make_it(settings):
     whole = rehearse(*settings("dpo", "pairs"))
     weights = 4 * whole.parameters
@@ -180,6 +182,7 @@ def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_
     assert unsaved.memory["weights, to be saved"] == 0
 
 
+@pytest.mark.slow
 def test_shards_divide_what_a_rank_keeps_and_layers_are_gathered_in_the_precision_of_the_computation(settings):
     """Eight ranks, of which each has an eighth; in bfloat16 what is trained and kept stays in float32."""
     fields = {"parallel": {"dp_shard_size": 8}}
@@ -193,6 +196,7 @@ def test_shards_divide_what_a_rank_keeps_and_layers_are_gathered_in_the_precisio
     assert bfloat16.memory["weights, trained"] == float32.memory["weights, trained"]
 
 
+@pytest.mark.slow
 def test_two_ranks_that_split_a_long_row_by_columns_hold_half_of_its_activations(values, model, tmp_path):
     deeper = shutil.copytree(model, tmp_path / "deeper")  # the layers, which are halved, outweigh the logits
     LlamaConfig.from_pretrained(model, num_hidden_layers=3).save_pretrained(deeper)
@@ -204,6 +208,7 @@ def test_two_ranks_that_split_a_long_row_by_columns_hold_half_of_its_activations
     assert 0.5 < halves.memory["activations"] / alone.memory["activations"] < 0.6
 
 
+@pytest.mark.slow
 def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
     function, config = settings("sft", "texts", batch_size=24, micro_tokens=200)
     one, four = rehearse(function, config, *gpus_of("1x80GB")), rehearse(function, config, *gpus_of("4x80GB"))
@@ -212,6 +217,7 @@ def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
     assert four.memory["DDP buckets"] == 4 * four.trained and "DDP buckets" not in one.memory
 
 
+@pytest.mark.slow
 def test_sampling_counts_keys_and_values_of_all_that_are_read_together(settings):
     fields = {**ONLINE, "prompts_per_rollout": 40, "max_tokens": 300, "group_size": 4, "lora": {"r": 1}}
     few, many = (
@@ -241,7 +247,7 @@ def test_alternatives_are_settings_of_the_recipe_that_are_not_set_already(settin
     assert "parallel.dp_shard_size 8" in dict(alternatives(config, 8))
 
 
-@pytest.mark.parametrize("words", [["plan", "grpo"], ["grpo", "--dry_run", "--gpus", "80GB"]])
+@pytest.mark.parametrize("words", [["plan", "grpo"], slow(["grpo", "--dry_run", "--gpus", "80GB"])])
 def test_a_dry_run_ends_with_the_account_and_no_directory(words, flags, tmp_path, capsys):
     assert main([*words, *flags("grpo", "prompts"), "--rewards", "{exact_match: 1.0}", "--max_tokens", "8"]) == 0
     printed = capsys.readouterr().out
