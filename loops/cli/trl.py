@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jsonargparse import get_loader
@@ -16,6 +16,15 @@ from .trl_rules import Translation, as_list, table
 _load = get_loader("yaml")  # in which 1e-4 is a number, as it is not in YAML 1.1
 _HEADLINES = 3  # lines about TRL's names at the start of a run
 _OURS = ("config", "defaults", "help", "h", "print_config")  # names of the command line itself
+_GROUPS = ("lora", "teacher", "vllm", "limits", "parallel")  # fields that are settings themselves
+
+
+class Flag(NamedTuple):
+    """A flag without its dashes, the values that follow it, and all of its tokens as they were written."""
+
+    name: str
+    values: list[str]
+    tokens: list[str]
 
 
 @cache
@@ -47,38 +56,87 @@ def translate(
     Args:
         ranks: of this run, where neither a name nor a launcher says so; None if no run is started.
     """
-    overlay = table()["recipes"].get(recipe, {})
-    rules, notes = ({**table()[part], **overlay.get(part, {})} for part in ("rules", "notes"))
-    rules = {**rules, **launch.names()["rules"]}
-    functions = {**vars(trl_rules), "sharding": launch.sharding}
     out = Translation(given, known, trl_defaults(recipe), elsewhere or {}, ranks=ranks)
-    later = {name: n for n, (name, (kind, _)) in enumerate(entries(recipe).items()) if kind == "values"}
-    for name, value in sorted(given.items(), key=lambda item: later.get(item[0], 0)):
+    for name in _values_last(recipe, given):
         kind, entry = entries(recipe)[name]
-        if kind == "renamed" and entry in out.ours:
-            out.refuse(name, f"{entry} is given twice, by {out.sources[entry][0]} too")
-        elif kind in ("renamed", "values") and (value is not None or name not in table()["optional"]):
-            out.set([name], _fields(out, name, value, entry))
-        elif kind == "ignored":
-            out.ignored.setdefault(entry, []).append(name)
-        elif kind == "refused":
-            why, harmless = entry
-            if value not in (None, *as_list(harmless)) and (value or harmless is not None):
-                out.refuse(name, why)
+        _translate_name(out, name, kind, entry)
+    rules = {**_of_recipe(recipe, "rules"), **launch.names()["rules"]}
     for rule, names in rules.items():
-        present = [name for name in names if name in given]
-        try:
-            if present:
-                fields = _switched(out, names) if isinstance(names, Mapping) else functions[rule](out)
-                out.set([name for name in present if given[name] is not None] or present, fields)
-        except (TypeError, ValueError) as error:  # a word where a number belongs
-            out.refused[rule] = f"{', '.join(f'{name}: {given[name]!r}' for name in present)}: {error}"
-    on = {name for name, value in given.items() if value and value != "no"}
-    out.notes += [f"{name}: {note}" for name, note in notes.items() if on & {name, *rules.get(name, ())}]
-    done = {*out.refused, *(name for names in (*out.sources.values(), *out.ignored.values()) for name in names)}
-    if kept := [name for name in given if name not in done]:
+        _apply_rule(out, rule, names)
+    out.notes += _notes_of_names(recipe, given, rules)
+    if kept := _without_effect(out):
         out.ignored["nothing to change for these values"] = kept
     return out
+
+
+def _values_last(recipe: str, given: Mapping[str, Any]) -> list[str]:
+    """The given names; last those that choose a value of a field, in the order of the table, where the last wins."""
+    order = {}
+    for position, (name, (kind, _)) in enumerate(entries(recipe).items()):
+        if kind == "values":
+            order[name] = position
+    return sorted(given, key=lambda name: order.get(name, 0))
+
+
+def _of_recipe(recipe: str, part: str) -> dict[str, Any]:
+    """The rules or the notes of the table; those of the recipe replace the ones of all recipes."""
+    overlay = table()["recipes"].get(recipe, {})
+    return {**table()[part], **overlay.get(part, {})}
+
+
+def _translate_name(out: Translation, name: str, kind: str, entry: Any) -> None:
+    """Translate one name by its entry in the table; the rules take several names together."""
+    value = out.given[name]
+    if kind == "ignored":
+        out.ignored.setdefault(entry, []).append(name)
+    elif kind == "refused":
+        why, harmless = entry
+        is_off = value is None or (harmless is None and not value)
+        if not is_off and value not in as_list(harmless):
+            out.refuse(name, why)
+    elif kind == "renamed" and entry in out.ours:
+        out.refuse(name, f"{entry} is given twice, by {out.sources[entry][0]} too")
+    elif kind in ("renamed", "values"):
+        leaves_field_alone = value is None and name in table()["optional"]
+        if not leaves_field_alone:
+            out.set([name], _fields(out, name, value, entry))
+
+
+def _apply_rule(out: Translation, rule: str, names: Collection[str]) -> None:
+    """Set the fields that several names make together, by a function or by a switch of the table."""
+    present = [name for name in names if name in out.given]
+    if not present:
+        return
+    try:
+        if isinstance(names, Mapping):
+            fields = _switched(out, names)
+        elif rule == "sharding":
+            fields = launch.sharding(out)
+        else:
+            fields = vars(trl_rules)[rule](out)
+        made_of = [name for name in present if out.given[name] is not None]
+        out.set(made_of or present, fields)
+    except (TypeError, ValueError) as error:  # a word where a number belongs
+        said = ", ".join(f"{name}: {out.given[name]!r}" for name in present)
+        out.refused[rule] = f"{said}: {error}"
+
+
+def _notes_of_names(recipe: str, given: Mapping[str, Any], rules: Mapping[str, Collection[str]]) -> list[str]:
+    """The notes of names that are on, and of rules that read one of these."""
+    on = {name for name, value in given.items() if value and value != "no"}
+    notes = []
+    for name, note in _of_recipe(recipe, "notes").items():
+        read_together = rules.get(name, ())
+        if on & {name, *read_together}:
+            notes.append(f"{name}: {note}")
+    return notes
+
+
+def _without_effect(out: Translation) -> list[str]:
+    """The given names that made no field, and were neither ignored nor refused."""
+    done = set(out.refused)
+    done.update(*out.sources.values(), *out.ignored.values())
+    return [name for name in out.given if name not in done]
 
 
 def trl_defaults(recipe: str) -> dict[str, Any]:
@@ -87,19 +145,30 @@ def trl_defaults(recipe: str) -> dict[str, Any]:
 
 def _switched(out: Translation, names: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of names that are not off; none, if the first of them switches the others and is off."""
-    switch, fields = next(iter(names)), dict[str, Any]()
+    switch = next(iter(names))
     if switch in table()["switches"] and not out[switch]:
-        if why := table()["switches"][switch]:
+        why = table()["switches"][switch]
+        if why:
             out.ignored[why] = [name for name in names if name in out.given]
         return {}
+    fields: dict[str, Any] = {}
     for name, entry in names.items():
-        if entry and (out[name] or isinstance(entry, dict)):
-            for field, value in _fields(out, name, out[name], entry).items():
-                field, _, key = field.partition(":")
-                fields[field] = {**fields.get(field, {}), key: value} if key else value
+        is_on = bool(out[name]) or isinstance(entry, dict)  # which chooses a field's value for off, too
+        if entry and is_on:
+            _merge(fields, _fields(out, name, out[name], entry))
         if name in table()["open"] and out.given.get(name) is None:
             out.notes.append(table()["open"][name])
     return fields
+
+
+def _merge(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add fields; ``field:key`` is one key of a field that is a mapping."""
+    for field, value in more.items():
+        field, _, key = field.partition(":")
+        if key:
+            fields[field] = {**fields.get(field, {}), key: value}
+        else:
+            fields[field] = value
 
 
 def _fields(out: Translation, name: str, value: Any, entry: Any) -> dict[str, Any]:
@@ -126,54 +195,155 @@ def read(
         to_run: false only to show the translation. In a run in which no name is TRL's, all arguments remain; and its
             processes are those that were started.
     """
-    ranks = 1 if to_run else None
     own = {each.name: each.default for each in dataclasses.fields(config_class)}
-    out, flags = Translation({}, own), split_flags(arguments)
     try:
-        file = read_files([values[0] for name, values, _ in flags if name == "config" and values])
+        words = _words(recipe, own, arguments)
     except ValueError as error:
-        out.refused["config"] = str(error)
-        return {}, list(arguments), out
-    flagged = {name: _value(name, values) for name, values, _ in flags if name != "config"}
-    defaults = flagged.pop("defaults", file.pop("defaults", None))
-    words = {**file, **flagged}
-    words = {_whole(recipe, own, name) if name in flagged else name: value for name, value in words.items()}
-    flagged = {_whole(recipe, own, name): value for name, value in flagged.items()}
-    flags = [(_whole(recipe, own, name), values, tokens) for name, values, tokens in flags]
-    foreign = [name for name in words if name.rstrip("+").partition(".")[0] not in {*own, *_OURS}]
-    if to_run and defaults is None and not any(_name(recipe, name) not in {"", *own} for name in foreign):
-        return {}, list(arguments), out
+        return {}, list(arguments), Translation({}, own, refused={"config": str(error)})
+    if to_run and words.defaults is None and not _has_names_of_trl(recipe, own, words):
+        return {}, list(arguments), Translation({}, own)
 
-    names = {name: _name(recipe, name) for name in words}
-    unknown = {name: nearest("no field", name, {*own, *entries(recipe)}) for name in foreign if not names[name]}
-    if defaults not in (None, "trl"):
-        unknown["defaults"] = f"defaults: wanted trl, or nothing for burnish's own, got {defaults}"
-
-    in_file = flattened({name: value for name, value in file.items() if not names[name] and name not in unknown})
-    by_flag = {name: value for name, value in flagged.items() if not names[name]}
-    given = {names[name]: value for name, value in words.items() if names[name]}
+    unknown = _unknown(recipe, own, words)
+    in_file, by_flag = _in_our_names(recipe, words, unknown)
     elsewhere = {**in_file, **flattened(by_flag)}
-    given, launch_notes, unreadable = launch.expanded(given)
-    for name in [name for name in given if name not in entries(recipe)]:
-        unknown[name] = nearest("accelerate_config: no key", name, entries(recipe))
-        del given[name]
+    given, launch_notes, unreadable = launch.expanded(_in_names_of_trl(recipe, words))
+    for name in [*given]:
+        if name not in entries(recipe):  # a key of a launcher's file
+            unknown[name] = nearest("accelerate_config: no key", name, entries(recipe))
+            del given[name]
+    ranks = 1 if to_run else None
+
     out = translate(recipe, own, given, elsewhere, ranks=ranks)
     out.notes += launch_notes
     out.refused = {**unknown, **out.refused, **unreadable}
-    for field, sources in out.sources.items():
-        if _has(by_flag if {names[name] for name in flagged} & {*sources} else in_file, field):
-            out.refused[field] = f"{field}: given twice, here and as {', '.join(sources)}; leave one of them out"
-    ours = {**in_file, **{field: value for field, value in out.ours.items() if not _has(by_flag, field)}}
-    theirs = translate(recipe, own, {**trl_defaults(recipe), **given}, elsewhere, ranks=ranks).ours
-    theirs = {name: value for name, value in theirs.items() if not _has({*ours, *by_flag}, name)}
-    if defaults is not None:
-        ours, theirs = {**theirs, **ours}, {}
-    silent = {name: why for name, why in table()["silent"].get(recipe, {}).items() if not _has({*ours, *by_flag}, name)}
-    differ = [f"{name} {own.get(name)} ({value})" for name, value in theirs.items() if own.get(name) != value]
-    if differ:
-        out.differ = f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}"
+    out.refused |= _given_twice(recipe, out, words, in_file, by_flag)
+    ours = {**in_file, **_without(out.ours, by_flag)}
+
+    everything = {**trl_defaults(recipe), **given}
+    theirs = translate(recipe, own, everything, elsewhere, ranks=ranks).ours
+    defaults = _without(theirs, {*ours, *by_flag})
+    if words.defaults is None:
+        out.differ = _differing(own, defaults)
+    else:
+        ours = {**defaults, **ours}
+    silent = _without(table()["silent"].get(recipe, {}), {*ours, *by_flag})
     out.silent = [f"{name}: {why}" for name, why in silent.items()]
-    return _grouped(ours), [token for name, _, tokens in flags if name in by_flag for token in tokens], out
+    left = [token for flag in words.flags if flag.name in by_flag for token in flag.tokens]
+    return _grouped(ours), left, out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Words:
+    """What configuration files and flags say, in either vocabulary.
+
+    Attributes:
+        file: the keys of all files and their values.
+        by_flag: the flags and their values, each flag by its whole name.
+        flags: the same flags as they were written, but by their whole names.
+        defaults: whose defaults are wanted: trl, or None for burnish's own.
+    """
+
+    file: dict[str, Any]
+    by_flag: dict[str, Any]
+    flags: list[Flag]
+    defaults: Any
+
+    @property
+    def all(self) -> dict[str, Any]:
+        """Names and values; flags win over files."""
+        return {**self.file, **self.by_flag}
+
+
+def _words(recipe: str, own: Collection[str], arguments: Sequence[str]) -> _Words:
+    """Read flags, and the files that they name.
+
+    Raises:
+        ValueError: naming the file that can't be read.
+    """
+    flags = split_flags(arguments)
+    file = read_files([flag.values[0] for flag in flags if flag.name == "config" and flag.values])
+    given = {flag.name: _value(flag.name, flag.values) for flag in flags if flag.name != "config"}
+    in_file = file.pop("defaults", None)
+    defaults = given.pop("defaults", in_file)
+    return _Words(
+        file=file,
+        by_flag={_whole(recipe, own, name): value for name, value in given.items()},
+        flags=[flag._replace(name=_whole(recipe, own, flag.name)) for flag in flags],
+        defaults=defaults,
+    )
+
+
+def _foreign(own: Collection[str], words: _Words) -> list[str]:
+    """The names that are neither fields of ours, or keys of these, nor the command line's own."""
+    ours = {*own, *_OURS}
+    return [name for name in words.all if name.rstrip("+").partition(".")[0] not in ours]
+
+
+def _has_names_of_trl(recipe: str, own: Collection[str], words: _Words) -> bool:
+    meant = {_name(recipe, name) for name in _foreign(own, words)}
+    return bool(meant - {"", *own})
+
+
+def _unknown(recipe: str, own: Collection[str], words: _Words) -> dict[str, str]:
+    """Complaints about names of neither vocabulary, by the name; and about ``defaults``, if they are nobody's."""
+    unknown = {}
+    for name in _foreign(own, words):
+        if not _name(recipe, name):
+            unknown[name] = nearest("no field", name, {*own, *entries(recipe)})
+    if words.defaults not in (None, "trl"):
+        wanted = "wanted trl, or nothing for burnish's own"
+        unknown["defaults"] = f"defaults: {wanted}, got {words.defaults}"
+    return unknown
+
+
+def _in_our_names(recipe: str, words: _Words, unknown: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our fields in files, those of groups with a dot; and those given by flags, as they were given."""
+    in_file = {}
+    for name, value in words.file.items():
+        if not _name(recipe, name) and name not in unknown:
+            in_file[name] = value
+    by_flag = {name: value for name, value in words.by_flag.items() if not _name(recipe, name)}
+    return flattened(in_file), by_flag
+
+
+def _in_names_of_trl(recipe: str, words: _Words) -> dict[str, Any]:
+    given = {}
+    for name, value in words.all.items():
+        theirs = _name(recipe, name)
+        if theirs:
+            given[theirs] = value
+    return given
+
+
+def _given_twice(
+    recipe: str,
+    out: Translation,
+    words: _Words,
+    in_file: Collection[str],
+    by_flag: Collection[str],
+) -> dict[str, str]:
+    """Complaints about fields that both vocabularies give in one place: a flag may replace what a file says."""
+    flagged = {_name(recipe, name) for name in words.by_flag}
+    twice = {}
+    for field, sources in out.sources.items():
+        same_place = in_file if flagged.isdisjoint(sources) else by_flag
+        if _has(same_place, field):
+            names = ", ".join(sources)
+            twice[field] = f"{field}: given twice, here and as {names}; leave one of them out"
+    return twice
+
+
+def _differing(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    """A line of the defaults of TRL's that differ from ours; empty if none does."""
+    differ = [f"{name} {own.get(name)} ({value})" for name, value in theirs.items() if own.get(name) != value]
+    if not differ:
+        return ""
+    return f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}"
+
+
+def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields that are not among some names, by themselves or by their group."""
+    return {field: value for field, value in fields.items() if not _has(names, field)}
 
 
 def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +351,10 @@ def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for field, value in fields.items():
         group, _, inner = field.rpartition(".")
-        (merged.setdefault(group, {}) if group else merged)[inner] = value
+        if group:
+            merged.setdefault(group, {})[inner] = value
+        else:
+            merged[inner] = value
     return merged
 
 
@@ -198,22 +371,33 @@ class Command:
 def from_command(words: Sequence[str]) -> Command:
     """Read a command of TRL's, from ``trl dpo`` or the launcher of a script to its last flag."""
     words = [launch.names()["short"].get(word, word) for word in words]
-    scripts = [n for n, word in enumerate(words) if word.endswith(".py") or word.startswith("trl.scripts.")]
-    at = words.index("trl") + 1 if "trl" in words[:-1] else min(scripts, default=0)
+    at = _script(words)
     name = words[at].removesuffix(".py").replace("/", ".").rpartition(".")[2]
     recipe, *flags = table()["scripts"].get(name, name).split(" ")
     first = next((n for n, word in enumerate(words[:at]) if word.startswith("--")), at)
-    launcher = [(flag, values) for flag, values, _ in split_flags(words[first:at])]
+    launcher = [(flag.name, flag.values) for flag in split_flags(words[first:at])]
     started, variables, notes = launch.launched(words[:at], launcher)
     return Command(recipe, [*started, *flags, *words[at + 1 :]], variables, notes)
 
 
+def _script(words: Sequence[str]) -> int:
+    """Where the script of a command is: after ``trl``, or the first file or module of Python."""
+    if "trl" in words[:-1]:
+        return words.index("trl") + 1
+    scripts = [n for n, word in enumerate(words) if word.endswith(".py") or word.startswith("trl.scripts.")]
+    return min(scripts, default=0)
+
+
 def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> str:
     """The configuration in our fields, our own flags among them; what has no effect or is refused as comments."""
-    flags = {name: _value(name, values) for name, values, _ in split_flags(left) if name not in out.refused}
+    flags = {}
+    for flag in split_flags(left):
+        if flag.name not in out.refused:
+            flags[flag.name] = _value(flag.name, flag.values)
     fields = flattened(ours) | flattened(flags)
     comments = [*messages(out), *(f"refused: {why}" for why in out.refused.values())]
-    return "".join(f"# {comment}\n" for comment in comments) + yaml.safe_dump(_grouped(fields), sort_keys=False)
+    heading = "".join(f"# {comment}\n" for comment in comments)
+    return heading + yaml.safe_dump(_grouped(fields), sort_keys=False)
 
 
 def messages(out: Translation) -> list[str]:
@@ -224,28 +408,32 @@ def messages(out: Translation) -> list[str]:
 
 def headlines(recipe: str, out: Translation) -> list[str]:
     """The messages to begin a run with, three at most: what matters most, and how many more there are."""
-    weighty, minor = (tuple(f"{name}: " for name in table()[kind]) for kind in ("weighty", "minor"))
-    everything = messages(out)
-    first = [*filter(None, [out.differ]), *(each for each in out.silent if each.startswith(weighty))]
+    weighty = tuple(f"{name}: " for name in table()["weighty"])
+    minor = tuple(f"{name}: " for name in table()["minor"])
+    first = [out.differ] if out.differ else []
+    first += [each for each in out.silent if each.startswith(weighty)]
     first += [each for each in out.notes if not each.startswith(minor)]
-    shown = first if len(first) == len(everything) <= _HEADLINES else first[: _HEADLINES - 1]
-    if more := len(everything) - len(shown):
-        shown.append(
-            f"{more} more, of less weight: burnish translate {recipe}, with the same file and flags, prints them"
-        )
+    everything = messages(out)
+    if len(first) == len(everything) <= _HEADLINES:
+        return first
+    shown = first[: _HEADLINES - 1]
+    more = len(everything) - len(shown)
+    if more:
+        prints = f"burnish translate {recipe}, with the same file and flags, prints them"
+        shown.append(f"{more} more, of less weight: {prints}")
     return shown
 
 
-def split_flags(arguments: Sequence[str]) -> list[tuple[str, list[str], list[str]]]:
-    """Name, values and tokens of each flag."""
-    flags: list[tuple[str, list[str], list[str]]] = []
+def split_flags(arguments: Sequence[str]) -> list[Flag]:
+    """Each flag of a command line; a token before the first flag counts as one."""
+    flags: list[Flag] = []
     for token in arguments:
         if token.startswith("--") or not flags:
             name, equals, value = token.removeprefix("--").partition("=")
-            flags.append((name, [value] if equals else [], [token]))
+            flags.append(Flag(name, [value] if equals else [], [token]))
         else:
-            flags[-1][1].append(token)
-            flags[-1][2].append(token)
+            flags[-1].values.append(token)
+            flags[-1].tokens.append(token)
     return flags
 
 
@@ -289,13 +477,14 @@ def _whole(recipe: str, own: Collection[str], flag: str) -> str:
 def _value(name: str, values: Sequence[str]) -> Any:
     if not values:
         return not name.startswith("no_")
+    if len(values) == 1:
+        return loaded(values[0])
     # TRL's documentation has commas between the values of a list.
-    parsed = [loaded(value.removesuffix(",") if len(values) > 1 else value) for value in values]
-    return parsed[0] if len(parsed) == 1 else parsed
+    return [loaded(value.removesuffix(",")) for value in values]
 
 
 def loaded(text: str) -> Any:
-    """The value of a flag in YAML; the text itself if it is none, such as that of a template."""
+    """The value of a flag in YAML; a text that is not YAML, such as a template, as it is."""
     try:
         return _load(text)
     except yaml.YAMLError:
@@ -306,8 +495,10 @@ def flattened(ours: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of groups by their names with a dot."""
     flat: dict[str, Any] = {}
     for name, value in ours.items():
-        is_group = name in ("lora", "teacher", "vllm", "limits", "parallel") and isinstance(value, Mapping)
-        flat |= {f"{name}.{key}": each for key, each in value.items()} if is_group else {name: value}
+        if name in _GROUPS and isinstance(value, Mapping):
+            flat |= {f"{name}.{key}": each for key, each in value.items()}
+        else:
+            flat[name] = value
     return flat
 
 

@@ -65,47 +65,69 @@ class Translation:
                 for name in names:
                     self.refuse(name, f"this recipe has no {key}")
                 continue
-            both = isinstance(value, dict) and isinstance(self.ours.get(key), dict)
-            self.ours[key] = {**self.ours[key], **value} if both else value
+            present = self.ours.get(key)
+            if isinstance(value, dict) and isinstance(present, dict):
+                value = {**present, **value}
+            self.ours[key] = value
             self.sources.setdefault(key, []).extend(names)
 
     def refuse(self, name: str, why: str, *, instead: str = "") -> dict[str, Any]:
         """Refuse a name, unless the field that could stand ``instead`` of it is set; returns no fields."""
         if instead.partition(".")[0] not in self.elsewhere:
-            self.refused[name] = f"{name}: {why}" + (f"; give {instead} instead" if instead else "")
+            fix = f"; give {instead} instead" if instead else ""
+            self.refused[name] = f"{name}: {why}{fix}"
         return {}
 
 
 def batch(trl: Translation) -> dict[str, Any]:
-    per_device, accumulation = int(trl["per_device_train_batch_size"]), int(trl["gradient_accumulation_steps"])
+    per_device = int(trl["per_device_train_batch_size"])
+    accumulation = int(trl["gradient_accumulation_steps"])
     if min(per_device, accumulation) < 1:
         raise ValueError("wanted whole numbers > 0")
-    processes = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
-    sizes = (trl.elsewhere.get(f"parallel.{name}") for name in ("tp_size", "cp_size"))  # of ranks with the same data
-    ranks = processes // math.prod(size for size in sizes if isinstance(size, int) and size > 0)
+    ranks = _ranks_with_own_data(trl)
     trained = per_device * ranks * accumulation
-    micro_batched = table()["micro_batched"] if trained > per_device else {}
-    for kind in micro_batched.keys() & {*as_list(trl["loss_type"]), *trl.known}:
-        theirs = f"TRL's, over each of its {ranks * accumulation} micro-batches"
-        trl.notes.append(f"{kind}: {micro_batched[kind]} over the whole step; {theirs}")
+    if trained > per_device:
+        _note_micro_batched(trl, ranks * accumulation)
     if "prompts_per_rollout" not in trl.known:
         return {"batch_size": trained}
     batches = int(trl["steps_per_generation"] or accumulation)
-    completions, group = int(trl["generation_batch_size"] or per_device * ranks * batches), trl["num_generations"]
-    if completions % int(group or 1):
-        rollout = f"{per_device} per device x {ranks} ranks x {completions // (per_device * ranks)} batches"
-        complaint = f"{completions} completions of a rollout ({rollout}) are no multiple of {group} per prompt"
+    completions = int(trl["generation_batch_size"] or per_device * ranks * batches)
+    group = int(trl["num_generations"] or 1)
+    if completions % group:
+        made_of = f"{per_device} per device x {ranks} ranks x {completions // (per_device * ranks)} batches"
+        rollout = f"{completions} completions of a rollout ({made_of})"
+        complaint = f"{rollout} are no multiple of {trl['num_generations']} per prompt"
         return trl.refuse("num_generations", complaint, instead="prompts_per_rollout")
     if completions % trained:
-        name = "steps_per_generation" if "steps_per_generation" in trl.given else "generation_batch_size"
+        by_steps = "steps_per_generation" in trl.given
+        name = "steps_per_generation" if by_steps else "generation_batch_size"
         complaint = f"{completions} completions of a rollout are no multiple of the {trained} of a step"
         return trl.refuse(name, complaint, instead="minibatches")
-    fields = {"prompts_per_rollout": completions // int(group or 1)}
-    if group:
-        fields["group_size"] = int(group)
+    fields = {"prompts_per_rollout": completions // group}
+    if trl["num_generations"]:
+        fields["group_size"] = group
     if completions != trained:
         fields["minibatches"] = completions // trained
     return fields
+
+
+def _ranks_with_own_data(trl: Translation) -> int:
+    """Number of ranks, where those that share a layer's weights or a row read the same data and count as one."""
+    processes = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
+    together = 1
+    for name in ("tp_size", "cp_size"):
+        size = trl.elsewhere.get(f"parallel.{name}")
+        if isinstance(size, int) and size > 0:
+            together *= size
+    return processes // together
+
+
+def _note_micro_batched(trl: Translation, count: int) -> None:
+    """Note what TRL computes over each of ``count`` micro-batches of a step, and burnish over the step."""
+    micro_batched = table()["micro_batched"]
+    for kind in micro_batched.keys() & {*as_list(trl["loss_type"]), *trl.known}:
+        theirs = f"TRL's, over each of its {count} micro-batches"
+        trl.notes.append(f"{kind}: {micro_batched[kind]} over the whole step; {theirs}")
 
 
 def duration(trl: Translation) -> dict[str, Any]:
@@ -128,24 +150,24 @@ def warmup(trl: Translation) -> dict[str, Any]:
 
 
 def precision(trl: Translation) -> dict[str, Any]:
-    names = [name for name in ("torch_dtype", "dtype") if trl.given.get(name) not in (None, "auto")]
-    loaded = {name: str(trl[name]).removeprefix("torch.") for name in names}
-    asked = {**loaded, "fp16": "float16"} if trl["fp16"] else dict(loaded)
+    loaded = _loaded_dtypes(trl)
     launched = str(trl.given.get("mixed_precision") or "no")
+    asked = dict(loaded)
+    if trl["fp16"]:
+        asked["fp16"] = "float16"
     if launched not in ("no", "bf16"):
-        asked["mixed_precision"] = {"fp16": "float16"}.get(launched, launched)
-    for name, dtype in asked.items():
-        if dtype not in ("bfloat16", "float32", "float64"):
-            why = f"there is no {dtype}" + " with loss scaling" * (dtype == "float16")
-            trl.refuse(name, f"{why}; there are bfloat16 and float32", instead="dtype")
+        asked["mixed_precision"] = "float16" if launched == "fp16" else launched
+    _refuse_dtypes(trl, asked)
     if trl.refused.keys() & asked:
         return {}
+
     bf16 = trl.given.get("bf16")
+    nothing_asked = not loaded and bf16 is None and not trl["fp16"]
     if launched == "bf16":  # which transformers' Trainer takes where its own bf16 is off
         bf16 = True
-    elif not names and bf16 is None and not trl["fp16"] and "mixed_precision" in trl.given:
+    elif nothing_asked and "mixed_precision" in trl.given:
         return {}
-    dtype = "bfloat16" if bf16 else next(iter(loaded.values()), "bfloat16" if bf16 is None else "float32")
+    dtype = _computing_dtype(bf16, list(loaded.values()))
     if bf16 is None and dtype == "float32":
         trl.notes.append("dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false (dtype bfloat16)")
     if "bfloat16" not in loaded.values() or trl["use_peft"]:
@@ -154,36 +176,79 @@ def precision(trl: Translation) -> dict[str, Any]:
     return {"dtype": dtype, "weights_dtype": "bfloat16"}
 
 
+def _loaded_dtypes(trl: Translation) -> dict[str, str]:
+    """The dtypes in which the weights are to be loaded, by the name that says so."""
+    loaded = {}
+    for name in ("torch_dtype", "dtype"):
+        if trl.given.get(name) not in (None, "auto"):
+            loaded[name] = str(trl[name]).removeprefix("torch.")
+    return loaded
+
+
+def _refuse_dtypes(trl: Translation, asked: Mapping[str, str]) -> None:
+    for name, dtype in asked.items():
+        if dtype not in ("bfloat16", "float32", "float64"):
+            scaled = " with loss scaling" if dtype == "float16" else ""
+            why = f"there is no {dtype}{scaled}; there are bfloat16 and float32"
+            trl.refuse(name, why, instead="dtype")
+
+
+def _computing_dtype(bf16: bool | None, loaded: Sequence[str]) -> str:
+    """bfloat16 by autocast, or else the dtype of the weights; TRL's bf16 is on unless it is false."""
+    if bf16:
+        return "bfloat16"
+    if loaded:
+        return loaded[0]
+    return "bfloat16" if bf16 is None else "float32"
+
+
 def optimizer(trl: Translation) -> dict[str, Any]:
-    optimizers, name, fields = table()["optimizers"], str(trl["optim"]), {}
+    optimizers = table()["optimizers"]
+    name = str(trl["optim"])
     if name not in optimizers:
         return trl.refuse("optim", nearest("there is no", name, optimizers), instead="optimizer")
+    kwargs = _optimizer_kwargs(trl, name)
+    fields: dict[str, Any] = {}
     if "optim" in trl.given:
         fields["optimizer"] = optimizers[name]
-    pairs = [pair.partition("=") for pair in str(trl["optim_args"] or "").replace(" ", "").split(",") if pair]
-    kwargs: dict[str, Any] = {key: get_loader("yaml")(value) for key, _, value in pairs}
-    betas, eps = [float(trl["adam_beta1"]), float(trl["adam_beta2"])], float(trl["adam_epsilon"])
+    if kwargs:
+        fields["optimizer_kwargs"] = kwargs
+    return fields
+
+
+def _optimizer_kwargs(trl: Translation, name: str) -> dict[str, Any]:
+    """``optim_args``, such as ``foreach=true, eps=1e-6``, and TRL's Adam parameters that are not torch's defaults."""
+    kwargs: dict[str, Any] = {}
+    for pair in str(trl["optim_args"] or "").replace(" ", "").split(","):
+        if pair:
+            key, _, value = pair.partition("=")
+            kwargs[key] = get_loader("yaml")(value)
+    eps = float(trl["adam_epsilon"])
+    betas = [float(trl["adam_beta1"]), float(trl["adam_beta2"])]
     if "adam" in name and eps != 1e-8:
         kwargs["eps"] = eps
     if "lion" in name or ("adam" in name and betas != [0.9, 0.999]):
         kwargs["betas"] = betas
-    return {**fields, "optimizer_kwargs": kwargs} if kwargs else fields
+    return kwargs
 
 
 def evaluation(trl: Translation) -> dict[str, Any]:
-    if (strategy := trl["eval_strategy"] or trl["evaluation_strategy"] or "no") == "no":
+    strategy = trl["eval_strategy"] or trl["evaluation_strategy"] or "no"
+    if strategy == "no":
         return {}
     every = trl["eval_steps"] or trl["logging_steps"] or 10
     fields = _interval(trl, strategy, "eval_steps", every, "eval_every")
-    if not {"eval_data"} & {*trl.ours, *trl.elsewhere}:
-        if trl["dataset_name"] and "data" not in trl.elsewhere:
-            return {**fields, "eval_data": {"split": trl["dataset_test_split"] or "test"}}
-        trl.notes.append("eval_data: needed for evaluations; give held-out data")
+    if "eval_data" in trl.ours or "eval_data" in trl.elsewhere:
+        return fields
+    if trl["dataset_name"] and "data" not in trl.elsewhere:
+        return {**fields, "eval_data": {"split": trl["dataset_test_split"] or "test"}}
+    trl.notes.append("eval_data: needed for evaluations; give held-out data")
     return fields
 
 
 def saving(trl: Translation) -> dict[str, Any]:
-    if (strategy := trl["save_strategy"] or "no") in ("no", "best"):  # the best is kept by the rule of that name
+    strategy = trl["save_strategy"] or "no"
+    if strategy in ("no", "best"):  # the best is kept by the rule of that name
         return {}
     if trl["save_total_limit"] is None and "keep" not in trl.elsewhere:
         trl.notes.append("keep: the 2 newest checkpoints; TRL keeps all without save_total_limit")
@@ -192,12 +257,13 @@ def saving(trl: Translation) -> dict[str, Any]:
 
 def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str) -> dict[str, Any]:
     """The interval between two evaluations or checkpoints; below 1, it is a share of all steps in both."""
-    if strategy not in ("steps", "epoch"):
-        return trl.refuse(name.replace("steps", "strategy"), f"{strategy!r} is none of no, steps, epoch", instead=field)
     if strategy == "epoch":
         return {field: "epoch"}
-    every = float(every)
-    return {field: every if every < 1 else int(every)}
+    if strategy != "steps":
+        complaint = f"{strategy!r} is none of no, steps, epoch"
+        return trl.refuse(name.replace("steps", "strategy"), complaint, instead=field)
+    interval = float(every)
+    return {field: interval if interval < 1 else int(interval)}
 
 
 def best(trl: Translation) -> dict[str, Any]:
@@ -216,180 +282,289 @@ def best(trl: Translation) -> dict[str, Any]:
 
 
 def supervised_loss(trl: Translation) -> dict[str, Any]:
-    kind, smoothing = trl["loss_type"] or "nll", float(trl["label_smoothing_factor"] or 0)
+    kind = trl["loss_type"] or "nll"
+    smoothing = float(trl["label_smoothing_factor"] or 0)
     if kind not in ("nll", "chunked_nll", "dft"):
         return trl.refuse("loss_type", f"{kind!r} is none of nll, chunked_nll, dft", instead="loss")
     if smoothing and kind != "dft":
         return {"loss": {"label_smoothed_nll": {"label_smoothing": smoothing}}}
-    return {"loss": kind.removeprefix("chunked_")} if "loss_type" in trl.given else {}
+    if "loss_type" in trl.given:
+        return {"loss": kind.removeprefix("chunked_")}
+    return {}
 
 
 def pair_loss(trl: Translation) -> dict[str, Any]:
-    losses, kinds = table()["losses"], as_list(trl["loss_type"])
+    kinds = as_list(trl["loss_type"])
     weights = as_list(trl["loss_weights"]) or [1.0] * len(kinds)
-    means = [kind in table()["means"] for kind in kinds if kind != "sft"]
-    mean = ", ".join(kind for kind in kinds if kind in table()["means"])
-    if unknown := [kind for kind in kinds if kind not in losses]:
-        return trl.refuse("loss_type", nearest("there is no", unknown[0], losses), instead="loss")
-    if len(weights) != len(kinds):
-        return trl.refuse("loss_weights", f"there are {len(weights)} for {len(kinds)} losses", instead="loss")
-    if mean and trl["f_divergence_type"] not in (None, "reverse_kl"):
-        complaint = f"of {mean}: TRL's is of sums of log-probs, and here it would be of their means"
-        return trl.refuse("f_divergence_type", complaint, instead="divergence")
-    if mean and not all(means):
-        both = "some take the log-prob of a completion and some that of its tokens on average"
-        return trl.refuse("loss_type", f"of {', '.join(kinds)} {both}", instead="loss")
-    fields: dict[str, Any] = {"logprob_reduction": "mean"} if mean else {}
-    mix = {losses[kind]: float(weight) for kind, weight in zip(kinds, weights, strict=True)}
+    of_means = [kind for kind in kinds if kind in table()["means"]]
+    complaint = _complaint_of_pairs(trl, kinds, weights, of_means)
+    if complaint:
+        name, why, field = complaint
+        return trl.refuse(name, why, instead=field)
+
+    fields: dict[str, Any] = {}
+    if of_means:
+        fields["logprob_reduction"] = "mean"
     regularizer = float(trl.given.get("rpo_alpha") or 0)  # RPO, of TRL up to 0.20
-    if regularizer:
-        mix["nll"] = mix.get("nll", 0.0) + regularizer
+    mix = _mix_of_pairs(kinds, weights, regularizer)
     if "loss_type" in trl.given or regularizer:
-        fields["loss"] = next(iter(mix)) if list(mix.values()) == [1.0] else mix
+        is_single = list(mix.values()) == [1.0]
+        fields["loss"] = next(iter(mix)) if is_single else mix
     if "discopop_tau" in trl.given and "discopop" in kinds:
         fields["loss_kwargs"] = {"tau": float(trl["discopop_tau"])}
-    if any(kind.startswith("aot") for kind in kinds) and "micro_tokens" not in trl.elsewhere:
+    couples_pairs = any(kind.startswith("aot") for kind in kinds)
+    if couples_pairs and "micro_tokens" not in trl.elsewhere:
         fields["micro_tokens"] = None  # ranks couple the pairs of a step
-    if mean:
+    if of_means:
         trl.notes.append("logprob_reduction: logps and rewards in the log are means over tokens too; TRL's are sums")
     return fields
 
 
+def _complaint_of_pairs(
+    trl: Translation, kinds: Sequence[str], weights: Sequence[float], of_means: Sequence[str]
+) -> tuple[str, str, str] | None:
+    """The name that is wrong, why, and the field that may be given instead; None if all is well.
+
+    Args:
+        of_means: the kinds that take the mean of a completion's log-probs, where the others take their sum.
+    """
+    losses = table()["losses"]
+    unknown = [kind for kind in kinds if kind not in losses]
+    if unknown:
+        return "loss_type", nearest("there is no", unknown[0], losses), "loss"
+    if len(weights) != len(kinds):
+        return "loss_weights", f"there are {len(weights)} for {len(kinds)} losses", "loss"
+    if of_means and trl["f_divergence_type"] not in (None, "reverse_kl"):
+        differs = "TRL's is of sums of log-probs, and here it would be of their means"
+        return "f_divergence_type", f"of {', '.join(of_means)}: {differs}", "divergence"
+    of_sums = [kind for kind in kinds if kind not in of_means and kind != "sft"]
+    if of_means and of_sums:
+        both = "some take the log-prob of a completion and some that of its tokens on average"
+        return "loss_type", f"of {', '.join(kinds)} {both}", "loss"
+    return None
+
+
+def _mix_of_pairs(kinds: Sequence[str], weights: Sequence[float], regularizer: float) -> dict[str, float]:
+    """Our losses and their weights, the weight of the chosen completion's NLL among them."""
+    mix: dict[str, float] = {}
+    for kind, weight in zip(kinds, weights, strict=True):
+        mix[table()["losses"][kind]] = float(weight)
+    if regularizer:
+        mix["nll"] = mix.get("nll", 0.0) + regularizer
+    return mix
+
+
 def alpha(trl: Translation) -> dict[str, Any]:
     """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL, at 0 the forward one."""
-    if (coefficient := float(trl["f_alpha_divergence_coef"])) not in (0, 1):
+    coefficient = float(trl["f_alpha_divergence_coef"])
+    if coefficient not in (0, 1):
         return {"divergence_alpha": 1 - coefficient}
-    limit = "reverse_kl" if coefficient else "forward_kl"
-    return {"divergence": limit} if trl["f_divergence_type"] == "alpha_divergence" else {}
+    if trl["f_divergence_type"] != "alpha_divergence":
+        return {}
+    return {"divergence": "reverse_kl" if coefficient else "forward_kl"}
 
 
 def contrast(trl: Translation) -> dict[str, Any]:
-    kind, alpha = trl["loss_type"] or "sigmoid", float(trl["alpha"] or 0)
+    kind = trl["loss_type"] or "sigmoid"
+    alpha = float(trl["alpha"] or 0)
     if kind == "alphapo":
         return {"loss": "alpha_po", "alpha": alpha, "nll": 0.0}
-    loss = {("sigmoid", False): "cpo", ("simpo", False): "simpo", ("simpo", True): "alpha_po"}.get((kind, bool(alpha)))
+    losses = {("sigmoid", False): "cpo", ("simpo", False): "simpo", ("simpo", True): "alpha_po"}
+    loss = losses.get((kind, bool(alpha)))
     if loss is None:
-        return trl.refuse("loss_type" if trl["loss_type"] else "alpha", f"no loss here is {kind} with alpha {alpha}")
+        name = "loss_type" if trl["loss_type"] else "alpha"
+        return trl.refuse(name, f"no loss here is {kind} with alpha {alpha}")
     return {"loss": loss, "alpha": alpha} if alpha else {"loss": loss}
 
 
 def policy_loss(trl: Translation) -> dict[str, Any]:
-    kind, level, clips = trl["loss_type"], trl["importance_sampling_level"], clipping(trl)["loss_kwargs"]
-    losses, levels = table()["policy_losses"], table()["importance_sampling_levels"]
+    kind = trl["loss_type"]
+    level = trl["importance_sampling_level"]
+    clips = clipping(trl)["loss_kwargs"]
+    losses = table()["policy_losses"]
+    levels = table()["importance_sampling_levels"]
     if kind not in losses:
         return trl.refuse("loss_type", nearest("there is no", str(kind), losses))
     if level != "token" and (kind != "grpo" or level not in levels):
-        return trl.refuse("importance_sampling_level", f"{level!r} goes with loss_type grpo, not with {kind}")
+        why = f"{level!r} goes with loss_type grpo, not with {kind}"
+        return trl.refuse("importance_sampling_level", why)
     if kind == "cispo" and clips["clip_high"] < 1:
-        complaint = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
-        return trl.refuse("loss_type", complaint)
-    clipped = losses[kind]["variant"] == "grpo"
-    kwargs = {"clip_high": clips["clip_high"] - 1} if kind == "cispo" else {}
-    if clipped and (level != "token" or {"epsilon", "epsilon_high"} & trl.given.keys()):
-        kwargs = clips
-    for name, parameter in table()["hyper_parameters"].items():
-        if trl.given.get(name) is not None and (name == "delta" or name.startswith(kind)):
-            kwargs[parameter] = float(trl[name])
-    fields: dict[str, Any] = {"loss_kwargs": kwargs} if kwargs else {}
+        bound = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
+        return trl.refuse("loss_type", bound)
+
+    fields: dict[str, Any] = {}
+    kwargs = _policy_kwargs(trl, kind, level, clips)
+    if kwargs:
+        fields["loss_kwargs"] = kwargs
     if {"loss_type", "importance_sampling_level"} & trl.given.keys():
         fields |= levels.get(level, losses[kind])
-    if entropy := float(trl["entropy_coef"] or 0):
-        if not clipped or level != "token":
+    entropy = float(trl["entropy_coef"] or 0)
+    if entropy:
+        if not _is_clipped(kind) or level != "token":
             trl.refuse("entropy_coef", f"of {kind} there is no mix here", instead="loss")
         bonus = {"coefficient": entropy, "weighting": "token_mean"}
         fields["loss"] = {"clipped_surrogate": 1.0, "entropy_bonus": bonus}
     return fields
 
 
+def _is_clipped(kind: str) -> bool:
+    """True for the losses that are variants of the clipped surrogate."""
+    return bool(table()["policy_losses"][kind]["variant"] == "grpo")
+
+
+def _policy_kwargs(trl: Translation, kind: str, level: str, clips: Mapping[str, float]) -> dict[str, float]:
+    """The loss's hyper-parameters under our names."""
+    kwargs: dict[str, float] = {}
+    if kind == "cispo":
+        kwargs["clip_high"] = clips["clip_high"] - 1  # TRL's is the bound of the ratio itself
+    gives_clips = not trl.given.keys().isdisjoint({"epsilon", "epsilon_high"})
+    if _is_clipped(kind) and (level != "token" or gives_clips):
+        kwargs = dict(clips)
+    for name, parameter in table()["hyper_parameters"].items():
+        is_of_loss = name == "delta" or name.startswith(kind)
+        if is_of_loss and trl.given.get(name) is not None:
+            kwargs[parameter] = float(trl[name])
+    return kwargs
+
+
 def clipping(trl: Translation) -> dict[str, Any]:
-    low = next((float(trl[name]) for name in ("epsilon", "cliprange") if trl[name] is not None), 0.2)
+    given = trl["cliprange"] if trl["epsilon"] is None else trl["epsilon"]
+    low = 0.2 if given is None else float(given)
     high = low if trl["epsilon_high"] is None else float(trl["epsilon_high"])
     return {"loss_kwargs": {"clip_low": low, "clip_high": high}}
 
 
 def correction(trl: Translation) -> dict[str, Any]:
-    if not trl["use_vllm"] or trl["vllm_importance_sampling_correction"] is False or trl["loss_type"] == "vespo":
+    if not trl["use_vllm"] or trl["loss_type"] == "vespo":
         return {}
-    corrections, mode = table()["corrections"], trl["vllm_importance_sampling_mode"]
+    if trl["vllm_importance_sampling_correction"] is False:
+        return {}
+    corrections = table()["corrections"]
+    mode = trl["vllm_importance_sampling_mode"]
     if mode not in corrections:
         return trl.refuse("vllm_importance_sampling_mode", nearest("there is no", mode, corrections))
-    bounds = (trl["vllm_importance_sampling_cap"], trl.given.get("vllm_importance_sampling_clip_max", 3.0), math.inf)
-    high = next(bound for bound in bounds if bound is not None)
+    high = trl["vllm_importance_sampling_cap"]  # the older name of clip_max
+    if high is None:
+        high = trl.given.get("vllm_importance_sampling_clip_max", 3.0)
+    if high is None:
+        high = math.inf
     low = float(trl["vllm_importance_sampling_clip_min"] or 0)
     return {"correction": corrections[mode], "correction_low": low, "correction_high": float(high)}
 
 
 def rewards(trl: Translation) -> dict[str, Any]:
     models = [trl[name] for name in ("reward_model_name_or_path", "reward_model_path") if trl[name]]
-    names, shipped = [*models, *as_list(trl["reward_funcs"])], table()["rewards"]
+    names = [*models, *as_list(trl["reward_funcs"])]
     weights = as_list(trl["reward_weights"]) or [1.0] * len(names)
     if len(weights) != len(names):
         return trl.refuse("reward_weights", f"there are {len(weights)} for {len(names)} rewards", instead="rewards")
+    shipped = table()["rewards"]
     fields: dict[str, Any] = {}
     for name, weight in zip(names, map(float, weights), strict=True):
-        entry = {"reward_model": {"model": name}} if name in models else shipped.get(name)
-        if entry is None and not {".", ":"} & set(name):
+        if name in models:
+            entry = {"reward_model": {"model": name}}
+        elif name in shipped:
+            entry = shipped[name]
+        elif ":" in name:
+            entry = {name: {}}
+        elif "." in name:
+            module, _, function = name.rpartition(".")
+            entry = {f"{module}:{function}": {}}
+        else:
             complaint = f"no reward {name!r}; there are {', '.join(sorted(shipped))}, or module:function"
             return trl.refuse("reward_funcs", complaint, instead="rewards")
-        module, _, function = name.rpartition(".")
-        ((ours, settings),) = (entry or {name if ":" in name else f"{module}:{function}": {}}).items()
-        fields[ours] = {**settings, "weight": weight} if settings else weight
+        for ours, settings in entry.items():  # of which there is one
+            fields[ours] = {**settings, "weight": weight} if settings else weight
     return {"rewards": fields}
 
 
 def divergence(trl: Translation) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if "temperature" in trl.given:
-        gkd = {"lmbda", "max_new_tokens"} & trl.given.keys() and "max_completion_length" not in trl.given
-        names = ["temperature"] if gkd else ["temperature", "teacher.temperature"]
-        fields = dict.fromkeys(names, float(trl["temperature"]))
+        temperature = float(trl["temperature"])
+        fields["temperature"] = temperature
+        of_gkd = {"lmbda", "max_new_tokens"} & trl.given.keys() and "max_completion_length" not in trl.given
+        if not of_gkd:  # whose temperature is of sampling only
+            fields["teacher.temperature"] = temperature
     if "beta" in trl.given:
         beta = float(trl["beta"])
         fields["teacher.divergence"] = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
-        fields |= {} if beta in (0, 1) else {"teacher.beta": beta}
+        if beta not in (0, 1):
+            fields["teacher.beta"] = beta
     return fields
 
 
 def prompts(trl: Translation) -> dict[str, Any]:
     limit = trl["max_prompt_length"]
-    return {"max_prompt_length": limit} if limit is None else {"max_prompt_length": limit, "truncation": "keep_end"}
+    if limit is None:
+        return {"max_prompt_length": None}
+    return {"max_prompt_length": limit, "truncation": "keep_end"}
 
 
 def data(trl: Translation) -> dict[str, Any]:
-    mixture: Mapping[str, Any] = trl["dataset_mixture"] or {name: trl[name] for name in ("datasets", "test_split_size")}
+    names = ("datasets", "test_split_size")
+    mixture: Mapping[str, Any] = trl["dataset_mixture"] or {name: trl[name] for name in names}
     held_out: Any = mixture.get("test_split_size")
     if mixture.get("datasets"):
-        parts = [{_HANDBOOK.get(name, name): value for name, value in part.items()} for part in mixture["datasets"]]
-        held_out = held_out if not held_out or held_out < 1 else int(held_out)
+        parts = [_part_of_mixture(part) for part in mixture["datasets"]]
+        if held_out and held_out >= 1:  # rows; below 1, a share of them
+            held_out = int(held_out)
     elif trl["dataset_mixer"]:
-        configs = trl["dataset_configs"] or [None] * len(trl["dataset_mixer"])
-        parts = [
-            {"path": path, "split": split, "weight": weight, **({"name": config} if config else {})}
-            for (path, weight), config in zip(trl["dataset_mixer"].items(), configs, strict=True)
-            for split in trl["dataset_splits"] or ["train"]
-        ]
-        held_out = [{**part, "weight": 1} for part in parts if "test" in part["split"]]
-        parts = [part for part in parts if "test" not in part["split"]]
+        mixed = _parts_of_mixer(trl)
+        parts = [part for part in mixed if "test" not in part["split"]]
+        held_out = [{**part, "weight": 1} for part in mixed if "test" in part["split"]]
     elif trl["dataset_name"]:
-        parts = [{"path": trl["dataset_name"], "name": trl["dataset_config"], "split": trl["dataset_train_split"]}]
+        name, config = trl["dataset_name"], trl["dataset_config"]
+        parts = [{"path": name, "name": config, "split": trl["dataset_train_split"]}]
         held_out = None
     else:
         return {}
-    parts = [{name: value for name, value in {**part, **_reading(trl)}.items() if value is not None} for part in parts]
-    one = parts[0] if len(parts[0]) > 1 else parts[0]["path"]
-    fields = {"data": one if len(parts) == 1 else parts}
-    return {**fields, "eval_data": held_out} if held_out and "data" not in trl.elsewhere else fields
+    parts = [_without_nulls({**part, **_reading(trl)}) for part in parts]
+    fields: dict[str, Any] = {"data": parts}
+    if len(parts) == 1:
+        fields["data"] = parts[0]["path"] if len(parts[0]) == 1 else parts[0]
+    if held_out and "data" not in trl.elsewhere:
+        fields["eval_data"] = held_out
+    return fields
+
+
+def _part_of_mixture(part: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of TRL's or of a handbook's mixture under our names."""
+    return {_HANDBOOK.get(name, name): value for name, value in part.items()}
+
+
+def _parts_of_mixer(trl: Translation) -> list[dict[str, Any]]:
+    """The parts of a handbook's ``dataset_mixer``, its weights by paths: each split of each of them."""
+    mixer = trl["dataset_mixer"]
+    configs = trl["dataset_configs"] or [None] * len(mixer)
+    parts = []
+    for (path, weight), config in zip(mixer.items(), configs, strict=True):
+        for split in trl["dataset_splits"] or ["train"]:
+            part = {"path": path, "split": split, "weight": weight}
+            if config:
+                part["name"] = config
+            parts.append(part)
+    return parts
+
+
+def _without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in part.items() if value is not None}
 
 
 def _reading(trl: Translation) -> dict[str, Any]:
     """The columns of the data under our names, as conversations where open-r1 makes them of a column."""
+    reading: dict[str, Any] = {}
     columns = {trl["dataset_prompt_column"]: "prompt", trl["dataset_text_field"]: "text"}
-    columns = {theirs: ours for theirs, ours in columns.items() if theirs not in (None, ours)}
-    reading: dict[str, Any] = {"columns": columns} if columns else {}
+    renamed = {theirs: ours for theirs, ours in columns.items() if theirs not in (None, ours)}
+    if renamed:
+        reading["columns"] = renamed
     if trl["system_prompt"] or trl["dataset_prompt_column"]:
         reading["system_prompt"] = trl["system_prompt"] or ""
     return reading
 
 
 def as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    """A list as it is, nothing as an empty list, and anything else as a list of it."""
+    if isinstance(value, list):
+        return value
+    return [] if value is None else [value]
