@@ -10,9 +10,10 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 Message = dict[str, Any]
+PlainOrChat: TypeAlias = str | list[Message]
 
 SUPERVISED = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
 PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # the two share their beginning, the prompt
@@ -71,8 +72,8 @@ class ParsedRow:
     system message than the one that all rows were to get.
     """
 
-    prompt: str | list[Message] | None
-    completions: tuple[str | list[Message], ...]
+    prompt: PlainOrChat | None
+    completions: tuple[PlainOrChat, ...]
     template_options: Mapping[str, Any] = field(default_factory=dict)
     annotation: Any = None
     keeps_system: bool = False
@@ -92,22 +93,48 @@ def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> 
             return layout
     wanted = " or ".join("(" + ", ".join(layout) + ")" for layout in accepted)
     message = f"found the columns ({', '.join(columns)}), wanted {wanted}"
-    message += next((f"; these are {rows}" for layout, rows in RECIPES if set(layout) <= set(columns)), "")
+    for layout, rows in RECIPES:
+        if set(layout) <= set(columns):
+            message += f"; these are {rows}"
+            break
     for layout in accepted:
-        if fix := _renaming(layout, columns):
+        fix = _renaming(layout, columns)
+        if fix:
             raise ValueError(f"{message}; {fix}")
-    for name in sorted({name for layout in accepted for name in layout} - set(columns)):
-        if near := difflib.get_close_matches(name, columns, n=1, cutoff=0.75):
-            message += f"; should '{near[0]}' be '{name}'?"
-    raise ValueError(message)
+    raise ValueError(message + _misspelled(accepted, columns))
+
+
+def _misspelled(accepted: Sequence[tuple[str, ...]], columns: Sequence[str]) -> str:
+    """A question for each column that is missing, where one with nearly its name is there."""
+    wanted = {name for layout in accepted for name in layout}
+    questions = ""
+    for name in sorted(wanted - set(columns)):
+        near = difflib.get_close_matches(name, columns, n=1, cutoff=0.75)
+        if near:
+            questions += f"; should '{near[0]}' be '{name}'?"
+    return questions
 
 
 def _renaming(layout: Sequence[str], columns: Collection[str]) -> str:
     """The fix that names columns as a layout does; empty if there is none for each that it misses."""
-    missing = [name for name in layout if name not in columns]
-    groups = [next((g.split() for g in ALIASES.get(new, ()) if {*g.split()} <= {*columns}), []) for new in missing]
-    names = ", ".join(f"{name}: {new}" for new, group in zip(missing, groups, strict=True) for name in group)
-    return f"to rename columns, give data: {{path: ..., columns: {{{names}}}}}" if all(groups) else ""
+    names = []
+    for new in layout:
+        if new in columns:
+            continue
+        group = _columns_for(new, columns)
+        if not group:
+            return ""
+        names += [f"{name}: {new}" for name in group]
+    return f"to rename columns, give data: {{path: ..., columns: {{{', '.join(names)}}}}}"
+
+
+def _columns_for(new: str, columns: Collection[str]) -> list[str]:
+    """The columns that many datasets have in place of one, the first such alias whose columns are all there."""
+    for alias in ALIASES.get(new, ()):
+        group = alias.split()
+        if set(group) <= set(columns):
+            return group
+    return []
 
 
 def unused_options(features: Mapping[str, Any], layout: tuple[str, ...], uses: Callable[[str], bool]) -> list[str]:
@@ -131,30 +158,70 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...], system_prompt: 
             annotation has another type, or is of another number of completions; or if two fields contradict each other.
     """
     options = _template_options(record)
-    values = {name: _value(record.get(name), name) for name in layout if name not in ("completions", *ANNOTATIONS)}
-    several: Any = _list_of_text(record.get("completions"), "completions") if "completions" in layout else []
-    _require_type("'completions'", several, list, "a list")
-    if not several and "completions" in layout:
-        raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
-    annotation = _annotation(record.get(layout[-1]), layout[-1], len(several)) if layout[-1] in ANNOTATIONS else None
+    values = _values(record, layout)
+    several = _several(record, layout)
+    annotation = None
+    if layout[-1] in ANNOTATIONS:
+        annotation = _annotation(record.get(layout[-1]), layout[-1], len(several))
     if values.get("prompt") == []:
         raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
     if "chosen" in values:
         values = _with_one_prompt(values)
-    values, keeps_system = _with_system(values, str(record.get("system_prompt") or ""), system_prompt)
+    of_row = str(record.get("system_prompt") or "")
+    values, keeps_system = _with_system(values, of_row, system_prompt)
     prompt = values.pop("prompt", None)
+
+    completions: tuple[PlainOrChat, ...]
     if layout in (SOLUTION, *STEPWISE):
-        return ParsedRow(prompt, _steps(several), options, annotation, keeps_system)
-    values |= {f"completions {number}": _value(v, f"completions {number}") for number, v in enumerate(several, 1)}
-    if len(layout) == 1 and prompt is None:  # all in one value
-        ((name, value),) = values.items()
-        if isinstance(value, str) != (name == "text"):
-            fix = ", wanted a list of {role, content}; name the column 'text' if it is plain"
-            fix = "; name the column 'messages' if it holds messages" if name == "text" else fix
-            raise BadRow("not text", f"'{name}' is {_kind(value)}{fix}")
-        if isinstance(value, list):
-            _check_completion(name, [], value)
-        return ParsedRow(None, (value,), options, keeps_system=keeps_system)
+        completions = _steps(several)
+    elif len(layout) == 1 and prompt is None:
+        completions = (_whole_text(values),)
+    else:
+        for number, value in enumerate(several, 1):
+            name = f"completions {number}"
+            values[name] = _value(value, name)
+        prompt, completions = _prompt_and_completions(record, layout, prompt, values)
+    return ParsedRow(prompt, completions, options, annotation, keeps_system)
+
+
+def _values(record: Mapping[str, Any], layout: tuple[str, ...]) -> dict[str, PlainOrChat]:
+    """The texts and conversations of a layout, by their columns."""
+    names = [name for name in layout if name not in ("completions", *ANNOTATIONS)]
+    return {name: _value(record.get(name), name) for name in names}
+
+
+def _several(record: Mapping[str, Any], layout: tuple[str, ...]) -> list[Any]:
+    """The steps or completions in the column `completions`; empty if the layout has no such column."""
+    if "completions" not in layout:
+        return []
+    several: Any = _list_of_text(record.get("completions"), "completions")
+    _require_type("'completions'", several, list, "a list")
+    if not several:
+        raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
+    return list(several)
+
+
+def _whole_text(values: Mapping[str, PlainOrChat]) -> PlainOrChat:
+    """The only value of a row, which holds prompt and completions: a text, or else a conversation."""
+    ((name, value),) = values.items()
+    if name == "text" and not isinstance(value, str):
+        fix = "; name the column 'messages' if it holds messages"
+        raise BadRow("not text", f"'{name}' is {_kind(value)}{fix}")
+    if name != "text" and isinstance(value, str):
+        fix = ", wanted a list of {role, content}; name the column 'text' if it is plain"
+        raise BadRow("not text", f"'{name}' is {_kind(value)}{fix}")
+    if isinstance(value, list):
+        _check_completion(name, [], value)
+    return value
+
+
+def _prompt_and_completions(
+    record: Mapping[str, Any],
+    layout: tuple[str, ...],
+    prompt: PlainOrChat | None,
+    values: dict[str, PlainOrChat],
+) -> tuple[PlainOrChat, tuple[PlainOrChat, ...]]:
+    """Check a prompt and its completions together; a pair without a prompt is split where the two begin to differ."""
     if layout in PROMPTS:
         _check_prompt(prompt or "")
     every = values if prompt is None else {"prompt": prompt, **values}
@@ -165,13 +232,13 @@ def read_row(record: Mapping[str, Any], layout: tuple[str, ...], system_prompt: 
         problem = "'chosen' and 'rejected' are identical, so there is no preference"
         raise BadRow("identical", f"{problem}; remove the row")
     if prompt is None:
-        prompt, values = _split_shared(record, **values)
+        prompt, values = _split_shared(record, values["chosen"], values["rejected"])
     for name, value in values.items():
         _check_completion(name, prompt, value)
-    return ParsedRow(prompt, tuple(values.values()), options, annotation, keeps_system)
+    return prompt, tuple(values.values())
 
 
-def _with_one_prompt(values: dict[str, str | list[Message]]) -> dict[str, str | list[Message]]:
+def _with_one_prompt(values: dict[str, PlainOrChat]) -> dict[str, PlainOrChat]:
     """A pair whose plain prompt, beside conversations, has become the user's message, or is gone, as they begin with
     it; BadRow if they begin with another one."""
     prompt, chosen, rejected = values.get("prompt"), values["chosen"], values["rejected"]
@@ -192,9 +259,7 @@ def _words(text: str | None) -> tuple[str, ...]:
     return tuple((text or "").split())
 
 
-def _with_system(
-    values: dict[str, str | list[Message]], of_row: str, of_all: str
-) -> tuple[dict[str, str | list[Message]], bool]:
+def _with_system(values: dict[str, PlainOrChat], of_row: str, of_all: str) -> tuple[dict[str, PlainOrChat], bool]:
     """Conversations that begin with the system message of their row, or else with the one ``of_all`` rows; and whether
     they keep another one. Plain text gets none.
 
@@ -203,8 +268,10 @@ def _with_system(
     """
     if not (of_row or of_all):
         return values, False
-    with_system, keeps = dict(values), bool(of_row and of_all and of_row != of_all)
-    for name in ["prompt"] if isinstance(values.get("prompt"), list) else list(values):
+    with_system = dict(values)
+    keeps = bool(of_row and of_all and of_row != of_all)
+    has_chat_prompt = isinstance(values.get("prompt"), list)
+    for name in ["prompt"] if has_chat_prompt else list(values):
         value = values[name]
         if not isinstance(value, list):
             continue
@@ -237,36 +304,56 @@ def read_number(value: Any, name: str) -> float:
     return float(number)
 
 
-def _annotation(value: Any, name: str, count: int) -> Any:
+def _annotation(value: Any, name: str, count: int) -> float | bool | list[int] | list[float]:
     """The label or score of a completion, or the labels or ranks of ``count`` steps or completions."""
-    kind = f"bad {name}"
     if name == "score":
         return read_number(value, name)
     if name == "label":
-        number = number_of_text(value)
-        if number not in (0, 1) or not isinstance(number, int | float):
-            raise BadRow(
-                kind, f"'label' is {_shown(value)}, wanted true or false (1 or 0); convert it or remove the row"
-            )
-        return bool(number)
+        return _label(value)
+    several = _one_for_each(value, name, count)
+    return _ranks(several) if name == "ranks" else _labels(several)
+
+
+def _label(value: Any) -> bool:
+    number = number_of_text(value)
+    if number not in (0, 1) or not isinstance(number, int | float):
+        wanted = "wanted true or false (1 or 0); convert it or remove the row"
+        raise BadRow("bad label", f"'label' is {_shown(value)}, {wanted}")
+    return bool(number)
+
+
+def _one_for_each(value: Any, name: str, count: int) -> list[Any]:
+    """A list with one entry for each of ``count`` steps or completions."""
+    kind = f"bad {name}"
     unit = "step" if name == "labels" else "answer"
-    value = _list_of_text(value, name)
-    if not isinstance(value, list):
-        raise BadRow(kind, f"'{name}' is {_kind(value)}, wanted a list with one for each {unit}; convert it")
-    if len(value) != count:
-        counts = f"'completions' has {count} {unit}s and '{name}' has {len(value)}"
+    several = _list_of_text(value, name)
+    if not isinstance(several, list):
+        wanted = f"wanted a list with one for each {unit}"
+        raise BadRow(kind, f"'{name}' is {_kind(several)}, {wanted}; convert it")
+    if len(several) != count:
+        counts = f"'completions' has {count} {unit}s and '{name}' has {len(several)}"
         raise BadRow(kind, f"{counts}; give each {unit} one, or remove the row")
-    if name == "ranks":
-        if not all(type(rank) in (int, float) for rank in value) or sorted(value) != list(range(count)) or count < 2:
-            wanted = "wanted each of 0 (best), 1, ... once, for at least two completions"
-            raise BadRow(kind, f"'ranks' is {value}, {wanted}; break ties, number them so, or remove the row")
-        return [int(rank) for rank in value]  # where one row has a fraction, Arrow makes floats of all
-    for number, label in enumerate(value, 1):
+    return several
+
+
+def _ranks(ranks: list[Any]) -> list[int]:
+    """Places of completions, 0 the best, without ties."""
+    are_numbers = all(type(rank) in (int, float) for rank in ranks)
+    if len(ranks) < 2 or not are_numbers or sorted(ranks) != list(range(len(ranks))):
+        wanted = "wanted each of 0 (best), 1, ... once, for at least two completions"
+        fix = "break ties, number them so, or remove the row"
+        raise BadRow("bad ranks", f"'ranks' is {ranks}, {wanted}; {fix}")
+    return [int(rank) for rank in ranks]  # where one row has a fraction, Arrow makes floats of all
+
+
+def _labels(labels: list[Any]) -> list[float]:
+    """Probabilities that steps are right."""
+    for number, label in enumerate(labels, 1):
         if not isinstance(label, int | float) or not 0 <= label <= 1:
             wanted = "wanted true, false, or a probability in [0, 1] that the step is right"
             found = f"label {number} of 'labels' is {_shown(label)}"
-            raise BadRow(kind, f"{found}, {wanted}; convert it or remove the row")
-    return [float(label) for label in value]
+            raise BadRow("bad labels", f"{found}, {wanted}; convert it or remove the row")
+    return [float(label) for label in labels]
 
 
 def _steps(steps: list[Any]) -> tuple[str, ...]:
@@ -278,7 +365,7 @@ def _steps(steps: list[Any]) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def _value(value: Any, name: str) -> str | list[Message]:
+def _value(value: Any, name: str) -> PlainOrChat:
     if value is None:
         raise BadRow("missing", f"'{name}' is missing; fill it in or remove the row")
     if name in ("messages", "conversations") and isinstance(value, str) and value.startswith("["):
@@ -290,45 +377,76 @@ def _value(value: Any, name: str) -> str | list[Message]:
 
 
 def _message(record: Any, at: str) -> Message:
+    """A message of TRL's, OpenAI's or ShareGPT's as {role, content, ...}, where ``tool_calls`` and ``train`` are known.
+
+    Args:
+        at: names the message in errors.
+    """
     _require_type(at, record, Mapping, "{role, content}")
     # Arrow gives every message the keys of all others.
     message: Message = {key: value for key, value in record.items() if value is not None}
-    if "from" in message and "role" not in message:
+    if "from" in message and "role" not in message:  # ShareGPT
         message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
-    sender, content = message.get("role"), message.get("content")
-    role = message["role"] = SHAREGPT_ROLES.get(str(sender), sender)
+    sender = message.get("role")
+    role = SHAREGPT_ROLES.get(str(sender), sender)
     if role not in ROLES:
         raise BadRow("roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it")
+    message["role"] = role
+    content = message.get("content")
     call = message.pop("function_call", None)
-    if sender == "function_call":
-        call, content = _from_json(content, f"the content of {at}, a function_call,"), None
-    calls = message.pop("tool_calls", None) or ([call] if isinstance(call, Mapping) else call)
+    if sender == "function_call":  # a role of ShareGPT's, whose content is the call
+        call = _from_json(content, f"the content of {at}, a function_call,")
+        content = None
+    calls = message.pop("tool_calls", None)
+    if not calls:
+        calls = [call] if isinstance(call, Mapping) else call
+    _set_content(message, content, calls, at)
+    _set_trained(message, at)
+    return message
+
+
+def _set_content(message: Message, content: Any, calls: Any, at: str) -> None:
+    """Set text and tool calls of a message.
+
+    Args:
+        content: text, a list of parts, or None.
+        calls: tool calls, or nothing.
+    """
     if content is None and not calls:
         raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
     if isinstance(content, list):
-        content = message["content"] = "".join(_text_part(part, f"the content of {at}") for part in content)
+        content = "".join(_text_part(part, f"the content of {at}") for part in content)
+        message["content"] = content
     if content is not None:
         _require_type(f"the content of {at}", content, str, "text")
     if calls:
         _require_type(f"'tool_calls' of {at}", calls, list, "a list")
-        message |= {"content": content or "", "tool_calls": [_tool_call(call, at) for call in calls]}
+        message["content"] = content or ""
+        message["tool_calls"] = [_tool_call(call, at) for call in calls]
+
+
+def _set_trained(message: Message, at: str) -> None:
+    """Set ``train``, which axolotl calls so and OpenAI `weight`, if the message has one of them."""
     given = [name for name in ("train", "weight") if name in message]
     if len(given) == 2 and message["train"] != message["weight"]:
         problem = f"'train' of {at} is {message['train']!r} and its 'weight' {message['weight']!r}"
         raise BadRow("bad train", f"{problem}, which mean the same; remove one of them")
+    is_assistant = message["role"] == ASSISTANT
     for name in given:
         train = message.pop(name)
-        if train not in (0, 1) or (train and role != ASSISTANT):
-            wanted = "true or false (1 or 0)" if role == ASSISTANT else f"none, as only the {ASSISTANT} is trained"
+        if train not in (0, 1) or (train and not is_assistant):
+            only = f"none, as only the {ASSISTANT} is trained"
+            wanted = "true or false (1 or 0)" if is_assistant else only
             raise BadRow(f"bad {name}", f"'{name}' of {at} is {train!r}, wanted {wanted}; correct or remove it")
         message["train"] = bool(train)
-    return message
 
 
 def _text_part(part: Any, at: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = repr(part.get("type")) if isinstance(part, Mapping) else _kind(part)
+    kind = _kind(part)
+    if isinstance(part, Mapping):
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return str(part["text"])
+        kind = repr(part.get("type"))
     raise BadRow("not text", f"{at} has a part of the type {kind}, wanted text; convert it or remove the row")
 
 
@@ -342,12 +460,13 @@ def _tool_call(call: Any, at: str) -> Message:
     return {**call, "function": {**call["function"], "arguments": arguments}}
 
 
-def _check_prompt(prompt: str | list[Message]) -> None:
+def _check_prompt(prompt: PlainOrChat) -> None:
     if not prompt:
         raise BadRow("no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in")
     if isinstance(prompt, str):
         return
-    role, content = prompt[-1]["role"], prompt[-1].get("content") or ""
+    role = prompt[-1]["role"]
+    content = prompt[-1].get("content") or ""
     if role not in ("user", "tool"):
         wanted = "wanted a user's or a tool's, which is to be answered; add it, or remove what comes after it"
         raise BadRow("roles", f"'prompt' ends with a message of the role {role}, {wanted}")
@@ -355,7 +474,7 @@ def _check_prompt(prompt: str | list[Message]) -> None:
         raise BadRow("empty", f"'prompt' message {len(prompt)}, the user's, is empty; fill it in or remove the row")
 
 
-def _check_completion(name: str, prompt: str | list[Message], value: str | list[Message]) -> None:
+def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> None:
     if not value:
         problem = "is empty" if isinstance(value, str) else "has no messages"
         raise BadRow("empty", f"'{name}' {problem}; fill it in or remove the row")
@@ -381,8 +500,8 @@ def _check_completion(name: str, prompt: str | list[Message], value: str | list[
 
 
 def _split_shared(
-    record: Mapping[str, Any], chosen: str | list[Message], rejected: str | list[Message]
-) -> tuple[str | list[Message], dict[str, str | list[Message]]]:
+    record: Mapping[str, Any], chosen: PlainOrChat, rejected: PlainOrChat
+) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
     """The prompt that chosen and rejected share: whole messages, or characters up to a space, as TRL splits them."""
     shared = common_prefix(chosen, rejected)
     if shared and (shared == min(len(chosen), len(rejected)) or chosen[shared - 1] == " "):  # leave each something
@@ -394,7 +513,11 @@ def _split_shared(
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    """Number of entries that two sequences share at their beginning."""
+    for position, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return position
+    return min(len(a), len(b))
 
 
 def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -405,7 +528,8 @@ def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
     if tools is not None:
         _require_type("'tools'", tools, list, "a list of JSON schemas", fix="convert it")
     _require_type("'chat_template_kwargs'", options, Mapping, "a mapping of names to values", fix="convert it")
-    return {"tools": tools or None, **{key: value for key, value in options.items() if value is not None}}
+    given = {key: value for key, value in options.items() if value is not None}
+    return {"tools": tools or None, **given}
 
 
 def number_of_text(value: Any) -> Any:
@@ -425,13 +549,18 @@ def _list_of_text(value: Any, name: str) -> Any:
     """The list that a text writes as JSON, in which True and False may have capitals; any other value as it is."""
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
-    return _from_json(value if name == "completions" else value.lower(), f"'{name}'")
+    text = value if name == "completions" else value.lower()
+    return _from_json(text, f"'{name}'")
 
 
 def _from_json(value: Any, at: str) -> Any:
     """A value, which text holds as JSON; None for no text."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
     try:
-        return (json.loads(value) if value.strip() else None) if isinstance(value, str) else value
+        return json.loads(value)
     except json.JSONDecodeError as error:
         raise BadRow("not text", f"{at} is not JSON: {error}; fix it or remove the row") from None
 
@@ -447,4 +576,6 @@ def _shown(value: Any) -> str:
 
 def _kind(value: Any) -> str:
     names = {str: "text", list: "a list", dict: "a mapping", type(None): "missing", bool: "true or false"}
-    return names.get(type(value), f"a number ({value!r})" if isinstance(value, int | float) else type(value).__name__)
+    if type(value) in names:
+        return names[type(value)]
+    return f"a number ({value!r})" if isinstance(value, int | float) else type(value).__name__
