@@ -3,7 +3,7 @@
 Two ways to find what is trained:
 
     completion   all that the chat template adds to the prompt and its generation prompt, a trailing newline included;
-                 plain completions end with the EOS token. Token ids are those of TRL.
+                 plain completions end with the EOS token. Token ids are TRL's.
     assistant    of every turn the tokens that the model generates after the generation prompt, up to its end token: not
                  the role header before them, nor the newline after, nor what others say. Templates with
                  {% generation %} mark them; with others, `turns` finds and proves them by rendering.
@@ -16,12 +16,12 @@ what the template makes of the turns before: each turn is trained once, in the c
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -47,11 +47,19 @@ def read_chat_template(template: str | os.PathLike[str]) -> str:
     return Path(template).read_text(encoding="utf-8")
 
 
+class _Turn(NamedTuple):
+    """The text of a conversation through the end of an assistant's turn."""
+
+    text: str
+    begin: int  # the character of the text at which the model begins to write; 0 if the template marks its tokens
+    shortened: bool  # whether the generation prompt lost its end to the turn
+
+
 @dataclass(frozen=True)
 class Encoder:
     """A tokenizer and the text or file of another chat template to use with it.
 
-    ``chat_template_kwargs`` are arguments of the template, such as ``enable_thinking``; those of a row come first.
+    ``chat_template_kwargs`` are arguments of the template, such as ``enable_thinking``; a row's own ones win.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -68,16 +76,18 @@ class Encoder:
     def continuations(
         self, prompt: str | list[Message], completions: Sequence[str | list[Message]], options: Mapping[str, Any]
     ) -> tuple[list[int], list[list[int]], list[list[bool]], bool]:
-        """Token ids of the prompt, those that each completion adds to it and which of them are trained.
+        """Token ids of the prompt, the tokens that each completion adds to it, and which of these are trained.
 
-        The prompt is what its own tokens have in common with those of prompt + completion. Where a token spans the
-        boundary, or the template closes the prompt differently, it loses its last tokens to the completions: last
-        returned is whether it did. Of a completion of several messages only the assistant's turns are trained.
+        The prompt's tokens are the beginning that the tokens of prompt and of prompt + completion share. Where a token
+        spans the boundary, or the template closes the prompt differently, the prompt loses its last tokens to the
+        completions: the last value returned is whether it did. Of a completion of several messages only the assistant's
+        turns are trained.
         """
         if isinstance(prompt, str):
             alone = self.plain(prompt)
-            texts = [self.plain(prompt + self.with_eos(str(completion))) for completion in completions]
-            together = [(ids, [True] * len(ids)) for ids in texts]
+            texts = [prompt + self.with_eos(str(completion)) for completion in completions]
+            encoded = map(self.plain, texts)
+            together = [(ids, [True] * len(ids)) for ids in encoded]
         else:
             alone = self.chat(prompt, options, generation_prompt=True)
             together = [self._completion(prompt, list(c), options) for c in completions]  # type: ignore[arg-type]
@@ -86,7 +96,8 @@ class Encoder:
         if not isinstance(prompt, str) and any(self._is_blank(ids) for ids in added):
             problem = "the chat template leaves nothing of an answer"
             raise BadRow("empty", f"{problem}; remove the row, or use another template")
-        return alone[:shared], added, [trained[shared:] for _, trained in together], shared < len(alone)
+        trained = [mask[shared:] for _, mask in together]
+        return alone[:shared], added, trained, shared < len(alone)
 
     def _completion(
         self, prompt: list[Message], completion: list[Message], options: Mapping[str, Any]
@@ -118,32 +129,45 @@ class Encoder:
         rendered = {n: render(head) for n, head in heads.items()}
         full = rendered[turns[-1]]
         check_roles(render, heads[turns[-1]], full)
-        found = {}
-        for n, head in heads.items():
-            text, begin, shortened = full_text(render, head, rendered[n]), 0, False
-            if self._has_markers:
-                text = text.rstrip()
-            else:
-                begin, shortened = find_begin(render, head, text, self._modes)
-                text = through_end(render, head, text, begin, self._special_tokens, full)
-            found[n] = text, begin, shortened
+        found = {n: self._turn(render, head, rendered[n], full) for n, head in heads.items()}
         examples: list[tuple[list[int], list[bool], bool]] = []
         while turns:
-            text = found[turns[-1]][0]
-            together = [n for n in turns if text.startswith(found[n][0])]
+            last = turns[-1]
+            together = [n for n in turns if found[last].text.startswith(found[n].text)]
             if self._has_markers:
-                ids, runs = self._marked(heads[turns[-1]], options)
+                ids, runs = self._marked(heads[last], options)
                 spans = [runs[every.index(n)] for n in together]
             else:
-                ids, spans = self._cut(text, [(found[n][1], len(found[n][0])) for n in together])
-                together = together[-len(spans) :]
-            trained = [False] * len(ids)
-            for number, (begin, stop) in zip(together, spans, strict=True):
-                end = self._end_token(ids, begin, stop, number)
-                trained[begin:end] = [True] * (end - begin)
-            examples.insert(0, (ids, trained, any(found[n][2] for n in together)))
+                places = [(found[n].begin, len(found[n].text)) for n in together]
+                ids, spans = self._cut(found[last].text, places)
+                together = together[-len(spans) :]  # where a token spans an edge, the last turn alone
+            trained = self._trained(ids, together, spans)
+            shortened = any(found[n].shortened for n in together)
+            examples.insert(0, (ids, trained, shortened))
             turns = [n for n in turns if n not in together]
         return examples
+
+    def _turn(self, render: Callable[..., str], messages: list[Message], text: str, full: str) -> _Turn:
+        """The last turn of some messages, as the model writes it.
+
+        Args:
+            text: the messages as the template renders them.
+            full: the text of these and all later messages.
+        """
+        text = full_text(render, messages, text)
+        if self._has_markers:
+            return _Turn(text.rstrip(), begin=0, shortened=False)
+        begin, shortened = find_begin(render, messages, text, self._modes)
+        text = through_end(render, messages, text, begin, self._special_tokens, full)
+        return _Turn(text, begin, shortened)
+
+    def _trained(self, ids: list[int], numbers: list[int], spans: list[tuple[int, int]]) -> list[bool]:
+        """Mark the tokens of turns, each through its end token; ``numbers`` are those of their messages."""
+        trained = [False] * len(ids)
+        for number, (begin, stop) in zip(numbers, spans, strict=True):
+            end = self._end_token(ids, begin, stop, number)
+            trained[begin:end] = [True] * (end - begin)
+        return trained
 
     def end_tokens(self, ids: list[int], trained: list[bool]) -> set[int]:
         """The special tokens that end the runs of trained tokens; white space may follow one."""
@@ -182,7 +206,7 @@ class Encoder:
         return self.bare(text)
 
     def bare(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Tokens of a text without those that the tokenizer adds; a template writes its own BOS."""
+        """Tokens of a text without BOS or others that the tokenizer adds; a template writes its own BOS."""
         if self._cuts is not None and not add_special_tokens:
             return [token for piece in self._cuts.split(text) if piece for token in self._piece(piece)]
         settings: dict[str, Any] = {"add_special_tokens": add_special_tokens, "return_attention_mask": False}
@@ -246,8 +270,10 @@ class Encoder:
         """
         from transformers import PreTrainedTokenizerFast as Fast
 
-        kind, backend = type(self.tokenizer), getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None or (kind.__call__, kind._encode_plus) != (Fast.__call__, Fast._encode_plus):
+        kind = type(self.tokenizer)
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        has_own_rules = (kind.__call__, kind._encode_plus) != (Fast.__call__, Fast._encode_plus)
+        if backend is None or has_own_rules:
             return None
         tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized]
         looks_beside = any(token.lstrip or token.rstrip or token.single_word for token in tokens)
@@ -255,8 +281,7 @@ class Encoder:
         if looks_beside or b'"prepend_scheme":"first"' in pre_tokenizer or self.tokenizer.split_special_tokens:
             return None
         self.tokenizer("", add_special_tokens=False)  # turns off truncation and padding
-        names = sorted((token.content for token in tokens), key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, names)) or '(?!)'})")
+        return re.compile(f"({_any_of(token.content for token in tokens)})")
 
     @cached_property
     def _source(self) -> str:
@@ -270,7 +295,8 @@ class Encoder:
     @cached_property
     def _modes(self) -> list[dict[str, Any]]:
         """Settings of the template that may decide how its generation prompt ends."""
-        return [{name: value} for name in ("enable_thinking", "thinking") if self.uses(name) for value in (False, True)]
+        names = [name for name in ("enable_thinking", "thinking") if self.uses(name)]
+        return [{name: value} for name in names for value in (False, True)]
 
     def uses(self, name: str) -> bool:
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
@@ -282,20 +308,23 @@ class Encoder:
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
-        names = map(str, self.tokenizer.convert_ids_to_tokens(sorted(self.special)))
-        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
+        return re.compile(_any_of(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self.special)))))
 
     def names_special_token(self, row: ParsedRow) -> bool:
         """True if a message holds the text of a special token, which the tokenizer takes for that token."""
-        messages = (m for value in (row.prompt, *row.completions) if isinstance(value, list) for m in value)
-        return any(self._special_tokens.search(message.get("content") or "") for message in messages)
+        conversations = [value for value in (row.prompt, *row.completions) if isinstance(value, list)]
+        for message in chain.from_iterable(conversations):
+            if self._special_tokens.search(message.get("content") or ""):
+                return True
+        return False
 
     def _marked(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and the runs of those within {% generation %}: one for each message of the assistant's."""
+        """Token ids, and the runs of ids within {% generation %}: one for each message of the assistant's."""
         out = self._apply(messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
         mask = [0, *out["assistant_masks"], 0]
         edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
-        runs, turns = list(zip(edges[::2], edges[1::2], strict=True)), sum(m["role"] == ASSISTANT for m in messages)
+        runs = list(zip(edges[::2], edges[1::2], strict=True))
+        turns = sum(message["role"] == ASSISTANT for message in messages)
         if len(runs) != turns:
             problem = f"{{% generation %}} in the chat template marks {len(runs)} runs of tokens"
             fix = "put it around each of them, inside the loop over messages"
@@ -308,18 +337,21 @@ class Encoder:
         If a token spans the edge of one, the last turn alone is cut off: its tokens then follow those of the prompt, as
         when they are generated.
         """
-        ids, edges = self.bare(text), [edge for turn in turns for edge in turn]
+        ids = self.bare(text)
+        edges = [edge for turn in turns for edge in turn]
         pieces = [self.bare(text[a:b]) for a, b in pairwise([0, *edges])]
         bounds = list(accumulate(map(len, pieces)))
-        if [token for piece in pieces for token in piece] != ids:
+        if list(chain.from_iterable(pieces)) != ids:
             # Some tokenizers treat the beginning of a text in their own way: compare whole prefixes.
             prefixes = [self.bare(text[:edge]) for edge in edges]
             bounds = list(map(len, prefixes))
             if any(ids[: len(prefix)] != prefix for prefix in prefixes):
-                prompt, turn = prefixes[-2], self.bare(text[edges[-2] :])
+                prompt = prefixes[-2]
+                turn = self.bare(text[edges[-2] :])
                 if self._decoded(prompt + turn) != self._decoded(ids):
                     raise BadRow("template", f"a token spans the edge of what the assistant writes; {ADVICE}")
-                ids, bounds = prompt + turn, [len(prompt), len(prompt + turn)]
+                ids = prompt + turn
+                bounds = [len(prompt), len(ids)]
         return ids, list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _end_token(self, ids: list[int], begin: int, stop: int, number: int) -> int:
@@ -351,6 +383,12 @@ class Encoder:
         return str(self.tokenizer.decode(ids, **options)).strip()
 
 
+def _any_of(texts: Iterable[str]) -> str:
+    """A pattern of one of some texts, longer ones first; it matches nothing if there are none."""
+    alternatives = map(re.escape, sorted(texts, key=len, reverse=True))
+    return "|".join(alternatives) or "(?!)"
+
+
 def _with_json_arguments(message: Message) -> Message:
     calls = [call | {"function": dict(call["function"])} for call in message.get("tool_calls") or ()]
     for call in calls:
@@ -362,8 +400,12 @@ def vocabulary_differences(
     first: "PreTrainedTokenizerBase", second: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[int, str, str | None]]:
     """Ids of ``first``, in order, that ``second`` has for another token or not at all: (id, token, other or None)."""
-    tokens, others = ({index: token for token, index in one.get_vocab().items()} for one in (first, second))
-    return ((index, tokens[index], others.get(index)) for index in sorted(tokens) if tokens[index] != others.get(index))
+    tokens = {index: token for token, index in first.get_vocab().items()}
+    others = {index: token for token, index in second.get_vocab().items()}
+    for index in sorted(tokens):
+        other = others.get(index)
+        if tokens[index] != other:
+            yield index, tokens[index], other
 
 
 def check_same_vocabulary(student: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase") -> None:

@@ -4,7 +4,7 @@ A row that can't be trained on as given is an error, or is counted and left out.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -192,12 +192,20 @@ def _encode(
     ]
     if len(encoded) == 1:
         return encoded[0]
-    shared = [name for name in encoded[0][0].column_names if all(name in data.column_names for data, _ in encoded)]
-    kinds = {name: [data.features[name] for data, _ in encoded] for name in shared}
-    features = Features({name: k[0] if k.count(k[0]) == len(k) else Value("float64") for name, k in kinds.items()})
-    tables = [data.select_columns(shared) for data, _ in encoded]
-    tables = [data if data.features == features else data.cast(features) for data in tables]
+    tables = _with_same_columns([data for data, _ in encoded])
     return concatenate_datasets(tables), combine([accounting for _, accounting in encoded])
+
+
+def _with_same_columns(tables: Sequence[Dataset]) -> list[Dataset]:
+    """The columns that all tables have; those of different types become float64."""
+    features = Features()
+    for name in tables[0].column_names:
+        if all(name in table.column_names for table in tables):
+            kinds = [table.features[name] for table in tables]
+            are_same = kinds.count(kinds[0]) == len(kinds)
+            features[name] = kinds[0] if are_same else Value("float64")
+    selected = [table.select_columns(list(features)) for table in tables]
+    return [table if table.features == features else table.cast(features) for table in selected]
 
 
 def _encode_part(
@@ -219,38 +227,31 @@ def _encode_part(
     prompts_only = layouts == columns.PROMPTS
     made = {**COLUMNS, **(annotation or {}), **NOTES}
     numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
-    written = [name for name in numeric if name not in required and is_text(source.features[name])]
     features = Features({**numeric, **made})
     encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     truncation = options.truncation or ("error" if prompts_only else "keep_start")
-    encode = partial(encode, limit=replace(options, truncation=truncation, processes=None, chat_template=None))
-    read = {name: kind for name, kind in source.features.items() if name in {*layout, *columns.OPTION_COLUMNS}}
-    settings = {"encode": encode, "layout": layout, "on_bad_row": options.on_bad_row, "required": required}
-    settings |= {"written": written, "system_prompt": records.system_prompt}
-    settings |= {"structures": read, "annotation": next(iter(annotation or ()), "")}
-    arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
+    limit = replace(options, truncation=truncation, processes=None, chat_template=None)
+    structures = _features_of(source, {*layout, *columns.OPTION_COLUMNS})
+    settings = {
+        "encode": partial(encode, limit=limit),
+        "layout": layout,
+        "on_bad_row": options.on_bad_row,
+        "required": required,
+        "written": [name for name in numeric if name not in required and is_text(source.features[name])],
+        "system_prompt": records.system_prompt,
+        "structures": structures,
+        "annotation": next(iter(annotation or ()), ""),
+    }
     try:
-        if options.cached:
-            encoded = source.map(
-                _encode_rows,
-                batched=True,
-                with_indices=True,
-                fn_kwargs=arguments,
-                remove_columns=source.column_names,
-                features=features,
-                num_proc=options.processes,
-                new_fingerprint=_fingerprint(source, encoder, settings),
-                desc=f"Tokenizing {records.source}",
-            )
-        else:
-            table = InMemoryTable(_encode_rows(source[:], list(range(len(source))), **arguments))
-            # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing reads it.
-            encoded = Dataset(table, DatasetInfo(features=features), fingerprint=generate_random_fingerprint())
+        encoded = _encode_table(records, options, encoder, features, settings)
     except BadRow as bad:
         assert bad.row is not None
         skip = "" if bad.kind == "setting" else "; --on_bad_row skip leaves such rows out, and counts them"
         raise DataError(f"{records.where(bad.row)}: {bad.problem}{skip}") from None
-    unused = [name for name in source.column_names if not prompts_only and name not in {*read, *numeric}]
+
+    unused: list[str] = []
+    if not prompts_only:  # whose other columns are for rewards
+        unused += [name for name in source.column_names if name not in {*structures, *numeric}]
     unused += columns.unused_options(source.features, layout, encoder.uses)
     labeled = "desirable" in (annotation or {})
     kept, accounting = summarize(encoded, records, labeled=labeled, max_length=options.max_length, unused=unused)
@@ -262,6 +263,43 @@ def _encode_part(
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
     return encoded.remove_columns([name for name in NOTES if name != "_row"]), accounting
+
+
+def _features_of(source: Dataset, names: Collection[str]) -> dict[str, Any]:
+    """The features of some columns, in the order of the dataset."""
+    return {name: kind for name, kind in source.features.items() if name in names}
+
+
+def _encode_table(
+    records: Records,
+    options: Tokenization,
+    encoder: Encoder,
+    features: Features,
+    settings: Mapping[str, Any],
+) -> Dataset:
+    """Encode all rows; cached, if asked for, by a fingerprint of everything that the result depends on.
+
+    Args:
+        settings: arguments of `_encode_rows`, the encoder and the schema beside them.
+    """
+    source = records.dataset
+    arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
+    if options.cached:
+        return source.map(
+            _encode_rows,
+            batched=True,
+            with_indices=True,
+            fn_kwargs=arguments,
+            remove_columns=source.column_names,
+            features=features,
+            num_proc=options.processes,
+            new_fingerprint=_fingerprint(source, encoder, settings),
+            desc=f"Tokenizing {records.source}",
+        )
+    table = InMemoryTable(_encode_rows(source[:], list(range(len(source))), **arguments))
+    # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing reads it.
+    fingerprint = generate_random_fingerprint()
+    return Dataset(table, DatasetInfo(features=features), fingerprint=fingerprint)
 
 
 def _encode_rows(
@@ -283,8 +321,11 @@ def _encode_rows(
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
         record |= {name: columns.without_invented(record[name], kind) for name, kind in structures.items()}
-        kind, problem, special, keeps_system = None, None, False, False
-        encoded = [EncodedExample(Example([], [], []))]
+        kind: str | None = None
+        problem: str | None = None
+        special = False
+        keeps_system = False
+        encoded = [EncodedExample(Example([], [], []))]  # of a row that is left out
         try:
             record |= {name: read_number(record[name], name) for name in required}
             record |= {name: columns.number_of_text(record[name]) for name in written}
@@ -296,30 +337,50 @@ def _encode_rows(
         except BadRow as bad:
             if on_bad_row == "error":
                 raise BadRow(bad.kind, bad.problem, index) from None
-            kind, problem, record = bad.kind, bad.problem, {}
+            kind = bad.kind
+            problem = bad.problem
+            record = {}
         except ValueError as error:  # not the fault of this row: the others would fail as well
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
             notes = (kind, problem, one.truncated, one.shortened, special, keeps_system, one.digests, one.ends, index)
             values = record | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
-            prompt, completions, trained = one.example
-            values["prompt"] = np.array(prompt, np.int32)  # lists of a batch of long rows would take gigabytes
-            values["completions"] = [np.array(ids, np.int32) for ids in completions]
-            values["trained"] = [np.array(mask, bool) for mask in trained]
+            values |= _arrays(one.example)
             for name, column in out.items():
                 column.append(values.get(name))
     return pa.table(out, schema)
 
 
+def _arrays(example: Example) -> dict[str, Any]:
+    """The columns of an example as arrays: lists of a batch of long rows would take gigabytes."""
+    return {
+        "prompt": np.array(example.prompt, np.int32),
+        "completions": [np.array(ids, np.int32) for ids in example.completions],
+        "trained": [np.array(mask, bool) for mask in example.trained],
+    }
+
+
 def _numeric_columns(
     records: Records, layout: tuple[str, ...], required: Sequence[str], made: Mapping[str, Value | List]
 ) -> dict[str, Value]:
-    types, numbers = records.dataset.features, ("int", "uint", "float", "bool")
-    values = {name: kind for name, kind in types.items() if name not in layout and isinstance(kind, Value)}
-    numeric = {name: kind for name, kind in values.items() if kind.dtype.startswith(numbers)}
-    if records.untyped:
-        texts = [name for name, kind in values.items() if is_text(kind) and name not in made]
-        numeric |= {name: Value("float64") for name in texts if _writes_numbers(records.dataset, name)}
+    """The columns of numbers that examples keep: numeric ones, the required ones, and, of a CSV, numbers in texts.
+
+    Raises:
+        DataError: if a required column is missing, or a column has the name of one that is ``made``.
+    """
+    types = records.dataset.features
+    numeric: dict[str, Value] = {}
+    texts = []
+    for name, kind in types.items():
+        if name in layout or not isinstance(kind, Value):
+            continue
+        if kind.dtype.startswith(("int", "uint", "float", "bool")):
+            numeric[name] = kind
+        elif records.untyped and is_text(kind) and name not in made:
+            texts.append(name)
+    for name in texts:
+        if _writes_numbers(records.dataset, name):
+            numeric[name] = Value("float64")
     for name in required:
         if name not in types:
             raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it")
