@@ -150,29 +150,63 @@ def plan(
     """
     if options.rounds < 1 or options.seconds < 0 or not all(0 <= share < 1 for share in options.dead_rows):
         raise ValueError("--rounds must be >= 1, --seconds >= 0, and --dead_rows in [0, 1)")
-    on_gpu = options.device.startswith("cuda")
     providers = {name: operation.find(name) for name in options.providers or operation.providers}
-    defaults = [*(["loss"] if on_gpu and operation.mean[1] else []), *operation.default_outputs]
-    outputs = [operation.parse_outputs(text) for text in options.outputs or defaults]
-    dtypes = options.dtypes or (["bfloat16"] if on_gpu else ["float32"])
-    shapes = operation.parse_shapes(options.shapes or ["large" if on_gpu else "small"])
+    cases = _cases(operation, options)
     names = list(dict.fromkeys([*providers, operation.baseline]))
     reasons = missing(operation, names, options.device, worker, options.patience)
-    if reason := reasons.get(operation.baseline):
-        raise Unavailable(f"{reason}, and every provider is held to it")
+    if operation.baseline in reasons:
+        raise Unavailable(f"{reasons[operation.baseline]}, and every provider is held to it")
+    plans = []
+    for case in cases:
+        able = [
+            name
+            for name, provider in providers.items()
+            if name not in reasons and operation.can_give(provider, case.outputs)
+        ]
+        plans.append((case, able))
+    return reasons, plans
+
+
+def _cases(operation: Operation, options: argparse.Namespace) -> list[Plan]:
+    """Every combination of shape, dtype, dead rows, settings and outputs that the options ask for.
+
+    Raises:
+        ValueError: for a shape or an output that the operation does not know.
+    """
+    on_gpu = options.device.startswith("cuda")
+    outputs = [operation.parse_outputs(text) for text in options.outputs or _default_outputs(operation, on_gpu)]
+    dtypes = options.dtypes or ["bfloat16" if on_gpu else "float32"]
+    shapes = operation.parse_shapes(options.shapes or ["large" if on_gpu else "small"])
     values = product(*(getattr(options, setting) for setting in operation.settings))
     settings = [tuple(zip(operation.settings, each, strict=True)) for each in values]
     cases = []
     for shape, dtype, dead_rows, each, wanted in product(shapes, dtypes, options.dead_rows, settings, outputs):
         if dead_rows and wanted[0] in operation.alone:  # it has one upstream gradient for all rows
             continue
-        able = [n for n, p in providers.items() if n not in reasons and operation.can_give(p, wanted)]
         case = Plan(
-            operation.name, shape, dtype, options.device, dead_rows, each, options.inputs, wanted,
-            tuple(options.passes), options.rounds, options.seconds, options.memory, torch.get_num_threads(),
-        )  # fmt: skip
-        cases.append((case, able))
-    return reasons, cases
+            operation=operation.name,
+            shape=shape,
+            dtype=dtype,
+            device=options.device,
+            dead_rows=dead_rows,
+            settings=each,
+            inputs=options.inputs,
+            outputs=wanted,
+            passes=tuple(options.passes),
+            rounds=options.rounds,
+            seconds=options.seconds,
+            memory=options.memory,
+            threads=torch.get_num_threads(),
+        )
+        cases.append(case)
+    return cases
+
+
+def _default_outputs(operation: Operation, on_gpu: bool) -> list[str]:
+    """The outputs to measure unless some are named; on a GPU the mean, as training takes it, before them."""
+    if on_gpu and operation.mean[1]:
+        return ["loss", *operation.default_outputs]
+    return list(operation.default_outputs)
 
 
 def missing(operation: Operation, names: Sequence[str], device: str, worker: Worker, patience: float) -> dict[str, str]:

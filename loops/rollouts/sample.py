@@ -151,9 +151,10 @@ def check_request(request: Request, *, vocab: int | None = None, context: int | 
     if not request.indices or len(set(request.indices)) < len(request.indices):
         raise ValueError(f"{who}: indices must be some, and distinct, got {list(request.indices)}")
     for kind, tokens in (("prompt", request.prompt), ("stop", request.sampling.stop)):
-        if unknown := [token for token in tokens if not 0 <= token < limit]:
-            raise ValueError(f"{who}: {kind} token {unknown[0]} is outside the vocabulary of {vocab}; "
-                              "is its tokenizer that of the model?")  # fmt: skip
+        unknown = [token for token in tokens if not 0 <= token < limit]
+        if unknown:
+            problem = f"{kind} token {unknown[0]} is outside the vocabulary of {vocab}"
+            raise ValueError(f"{who}: {problem}; is its tokenizer that of the model?")
     if context is not None and longest > context:
         raise ValueError(
             f"{who}: a prompt of {len(request.prompt)} tokens and max_tokens={request.sampling.max_tokens} do not fit "
@@ -173,31 +174,60 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
         ValueError: names the task, the completion and what is wrong with it.
     """
     who = f"sample {sample.index} of task {sample.task}"
+    problem = (
+        _problem_of_lengths(sample)
+        or _problem_of_tokens(sample, vocab)
+        or _problem_of_logprobs(sample)
+        or _problem_of_versions(sample)
+    )
+    if problem:
+        raise ValueError(f"{who}: {problem}")
+
+
+def _problem_of_lengths(sample: Sample) -> str:
     length = len(sample.tokens)
     for name, values in (("trained", sample.trained), ("logprobs", sample.logprobs)):
         if len(values) != length:
-            raise ValueError(f"{who}: {name} must have one entry per token, {length}, got {len(values)}")
+            return f"{name} must have one entry per token, {length}, got {len(values)}"
+    return ""
+
+
+def _problem_of_tokens(sample: Sample, vocab: int | None) -> str:
     for name, tokens in (("prompt", sample.prompt), ("completion", sample.tokens)):
-        least, largest = min(tokens, default=0), max(tokens, default=0)
-        if least < 0 or (vocab is not None and largest >= vocab):
-            wrong_id = least if least < 0 else largest
+        least = min(tokens, default=0)
+        largest = max(tokens, default=0)
+        if least < 0:
             limit = "" if vocab is None else f" of {vocab}"
-            raise ValueError(f"{who}: {name} token {wrong_id} is outside the vocabulary{limit}")
+            return f"{name} token {least} is outside the vocabulary{limit}"
+        if vocab is not None and largest >= vocab:
+            return f"{name} token {largest} is outside the vocabulary of {vocab}"
     never_began = sample.finish == "aborted" and not sample.tokens
-    if not (any(sample.trained) or never_began):
-        raise ValueError(f"{who}: it has no token of the policy; a completion has one at least, the one that ends it")
-    if not (sample.prompt or never_began):
-        raise ValueError(f"{who}: its prompt is empty; the first token is predicted from the last of the prompt")
-    wrong = [p for p in sample.logprobs if not -math.inf < p <= 1e-3]  # NaN too; rounding may leave a hair above 0
-    if wrong:
-        raise ValueError(f"{who}: log-probs must be finite and <= 0, got {wrong[0]}")
-    strange = [span.version for span in sample.spans if not isinstance(span.version, int)]
-    if strange:
-        raise ValueError(f"{who}: wanted the version of the weights that its tokens are from, got {strange[0]!r}")
-    covered = {t for span in sample.spans for t in range(span.start, span.end)}
-    missing = [t for t, drawn in enumerate(sample.trained) if drawn and t not in covered]
-    if missing:
-        raise ValueError(f"{who}: no version is known for token {missing[0]}, which was sampled")
+    if never_began:
+        return ""
+    if not any(sample.trained):
+        return "it has no token of the policy; a completion has one at least, the one that ends it"
+    if not sample.prompt:
+        return "its prompt is empty; the first token is predicted from the last of the prompt"
+    return ""
+
+
+def _problem_of_logprobs(sample: Sample) -> str:
+    for logprob in sample.logprobs:
+        if not -math.inf < logprob <= 1e-3:  # NaN too; rounding may leave a hair above 0
+            return f"log-probs must be finite and <= 0, got {logprob}"
+    return ""
+
+
+def _problem_of_versions(sample: Sample) -> str:
+    covered: set[int] = set()
+    for span in sample.spans:
+        if not isinstance(span.version, int):
+            return f"wanted the version of the weights that its tokens are from, got {span.version!r}"
+        covered.update(range(span.start, span.end))
+    for position, drawn in enumerate(sample.trained):
+        if drawn and position not in covered:
+            return f"no version is known for token {position}, which was sampled"
+    return ""
 
 
 FIELDS = tuple(field.name for field in fields(Sample) if field.name != "row")
@@ -235,8 +265,10 @@ def plain(value: Any, who: str) -> Any:
         return {str(key): plain(entry, f"{who}[{key!r}]") for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry, f"{who}[{i}]") for i, entry in enumerate(value)]
-    if hasattr(value, "tolist") and type(array := value.tolist()) is not type(value):  # that of a longdouble is itself
-        return plain(array, who)
+    if hasattr(value, "tolist"):
+        array = value.tolist()
+        if type(array) is not type(value):  # a longdouble's list is a longdouble
+            return plain(array, who)
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Real):
