@@ -33,13 +33,12 @@ from .trl_rules import table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script; returns its exit status."""
-    if arguments is None and sys.stdout is not None:  # unless it is closed
-        output = io.BufferedWriter(_Output(1, "w", closefd=False))
-        sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
-        sys.excepthook = _print_traceback
+    if arguments is None:
+        arguments = sys.argv[1:]
+        _prepare_output()
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # a crash in compiled code ends with the stacks of all threads
-    name, *words = [*(sys.argv[1:] if arguments is None else arguments)] or [""]
+    name, *words = [*arguments] or [""]
     handler = logging.StreamHandler()
     handler.setFormatter(HidingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -54,9 +53,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "--version":
         print(f"burnish {__version__}")
         return 0
-    kind, known = ("flag", ["--help", "--version"]) if name[0] == "-" else ("recipe", [*RECIPES, *_COMMANDS])
-    print(f"{nearest(f'burnish: no {kind}', name, known)}\n\n{_usage()}", file=sys.stderr)
+    print(f"{_unknown_command(name)}\n\n{_usage()}", file=sys.stderr)
     return 2
+
+
+def _prepare_output() -> None:
+    """Standard output that outlives its reader, and tracebacks without secrets."""
+    if sys.stdout is None:  # it is closed
+        return
+    output = io.BufferedWriter(_Output(1, "w", closefd=False))
+    sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
+    sys.excepthook = _print_traceback
+
+
+def _unknown_command(name: str) -> str:
+    if name.startswith("-"):
+        return nearest("burnish: no flag", name, ["--help", "--version"])
+    return nearest("burnish: no recipe", name, [*RECIPES, *_COMMANDS])
 
 
 def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -72,13 +85,17 @@ def _command(name: str, words: list[str]) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output that lets the run continue when its reader exits, as ``| head`` does, or its disk is full. It
-    waits for a full pipe, even if its reader has made it non-blocking."""
+    """Standard output that lets the run continue when its reader exits, as ``| head`` does, or its disk is full.
+
+    It waits for a full pipe, even if its reader has made it non-blocking.
+    """
 
     def write(self, data: Any) -> int:
         try:
-            while (written := cast(int | None, super().write(data))) is None:
+            written = cast(int | None, super().write(data))
+            while written is None:
                 select.select([], [self], [])
+                written = cast(int | None, super().write(data))
             return written
         except OSError:
             return len(data)
@@ -124,9 +141,10 @@ def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[
             print(whose_code(config))
         return import_module(f".{command}", __package__).show(recipe, config, getattr(options, flag))
 
+    flags = _with_file(words)
     if command == "data":  # it uses no run directory, which a configuration must name, and trains on nothing
-        return _run(recipe, ["--output", "none", *_with_file(words)], show, rules=False)
-    return _run(recipe, _with_file(words), show)
+        return _run(recipe, ["--output", "none", *flags], show, rules=False)
+    return _run(recipe, flags, show)
 
 
 def _env(arguments: list[str]) -> int:
@@ -152,7 +170,8 @@ def _translate(arguments: list[str]) -> int:
         return 2
     ours, left, translation = read(recipe, settings_of(recipe), _with_file(command.flags), to_run=False)
     if "config" in translation.refused:
-        print(f"burnish translate: {translation.refused['config']}", file=sys.stderr)
+        why = translation.refused["config"]
+        print(f"burnish translate: {why}", file=sys.stderr)
         return 1
     translation.notes += command.notes
     line = launch_line(recipe, translation.given, command.variables)
@@ -191,27 +210,28 @@ def _train(name: str, config: Any) -> None:
         opened.train()
 
 
-def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _train, *, rules: bool = True) -> int:
+def _run(
+    name: str,
+    arguments: list[str],
+    perform: Callable[[str, Any], Any] = _train,
+    *,
+    rules: bool = True,
+) -> int:
+    """Perform a command with the configuration that its arguments make; returns the exit status.
+
+    Args:
+        rules: whether settings that contradict each other are refused.
+    """
     shows_traceback = "--traceback" in arguments or bool(os.environ.get("BURNISH_TRACEBACK"))
     arguments = [word for word in arguments if word != "--traceback"]
+    config: Any = None
     try:
         config = parse(name, settings_of(name), arguments, rules=rules)
         check_names(config)
         check_settings(config)
         gc.disable()  # imports make millions of objects that stay, and would be searched for garbage for seconds
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
-        if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
-            logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-        _go_offline(config)
-        models: Any = import_module("transformers.dynamic_module_utils")
-        models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused without asking the user
-        if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
-            import datasets
-            import transformers
-
-            datasets.disable_progress_bars()
-            transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        opener(name)
+        _prepare_libraries(config)
+        opener(name)  # the imports of the recipe
         gc.enable()
         done = perform(name, config)
     except KeyboardInterrupt:
@@ -219,8 +239,7 @@ def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _
         return 130
     except SystemExit as stopped:
         if name == "demo" and stopped.code not in (0, 2):
-            stage = f"burnish sft --config {config.output}/sft/config.yaml --resume true"
-            print(f"burnish demo: starts anew each time; to continue a single stage: {stage}", file=sys.stderr)
+            _advise_after_demo(config)
         raise
     except Exception as error:
         message = _message(error)
@@ -233,6 +252,27 @@ def _run(name: str, arguments: list[str], perform: Callable[[str, Any], Any] = _
     return int(done is False)
 
 
+def _prepare_libraries(config: Any) -> None:
+    """Keep libraries from warnings, waits and questions that help nobody who starts a run."""
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
+    if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
+        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    _go_offline(config)
+    models: Any = import_module("transformers.dynamic_module_utils")
+    models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused without asking the user
+    if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
+        import datasets
+        import transformers
+
+        datasets.disable_progress_bars()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _advise_after_demo(config: Any) -> None:
+    stage = f"burnish sft --config {config.output}/sft/config.yaml --resume true"
+    print(f"burnish demo: starts anew each time; to continue a single stage: {stage}", file=sys.stderr)
+
+
 def _go_offline(config: Any) -> None:
     """Where the Hub has no address, look for models among those that were downloaded, instead of trying for minutes."""
     from urllib.request import getproxies
@@ -241,11 +281,13 @@ def _go_offline(config: Any) -> None:
 
     models = [config, getattr(config, "teacher", None)]
     names = [getattr(config, "value_model", None), *(getattr(each, "model", None) for each in models)]
-    if not getproxies() and not all(name is None or os.path.exists(name) for name in names):
-        try:
-            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-        except OSError:
-            constants.HF_HUB_OFFLINE = True
+    are_files = all(name is None or os.path.exists(name) for name in names)
+    if are_files or getproxies():  # a proxy looks up the Hub's address itself
+        return
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        constants.HF_HUB_OFFLINE = True
 
 
 # What torch says where the rank that others meet at has been there, and is gone.
@@ -259,20 +301,17 @@ def _message(error: Exception) -> str | None:
     it is found; refusals of libraries are named where they are called (`registry.as_setting_error`).
     """
     where = "--traceback shows where"
-    if type(error).__name__ == "OutOfMemoryError":
+    kind = type(error).__name__
+    if kind == "OutOfMemoryError":
         return f"out of memory: lower micro_tokens, or set gradient_checkpointing, lora.r or dtype bfloat16; {where}"
-    if type(error).__name__ in ("DistStoreError", "DistNetworkError"):
-        if _HUNG_UP.search(str(error)):
-            return f"another rank has ended, and says why; this one was told: {str(error).splitlines()[0]}"
-        return f"ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: {str(error).splitlines()[0]}"
+    if kind in ("DistStoreError", "DistNetworkError"):
+        return _message_of_ranks(error)
     if isinstance(error, ImportError) and not str(error.name).startswith(_PACKAGE):
         advice = '; install what is missing (pip install "burnish[train]" has what recipes need)'
-        return f"{error}{'' if 'pip install' in str(error) else advice}; {where}"
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    ours = trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}.")
-    if ours and isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError):
+        if "pip install" in str(error):
+            advice = ""
+        return f"{error}{advice}; {where}"
+    if _is_ours(error) and isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError):
         return str(error)
     if not isinstance(error, OSError):
         return None
@@ -282,3 +321,21 @@ def _message(error: Exception) -> str | None:
         reason, remedy = remedy_of(error) or ("", "")
         return f"{error}: {reason}; {remedy}, and start again, with --resume true if steps were taken; {where}"
     return f"{error}; {where}"
+
+
+def _message_of_ranks(error: Exception) -> str:
+    first = str(error).splitlines()[0]
+    if _HUNG_UP.search(str(error)):
+        return f"another rank has ended, and says why; this one was told: {first}"
+    return f"ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: {first}"
+
+
+def _is_ours(error: Exception) -> bool:
+    """True if a line of burnish raised the error, not of a library that it calls."""
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    module = str(trace.tb_frame.f_globals.get("__name__", ""))
+    return module.startswith(f"{_PACKAGE}.")

@@ -9,14 +9,14 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from ..config import Lora, OfflineConfig, Settings, kinds, range_complaint, several, wording
 from ..registry import nearest
-from .trl import flattened, headlines, loaded, read, read_files, split_flags
+from .trl import Flag, flattened, headlines, loaded, read, read_files, split_flags
 
 _log = logging.getLogger(__name__)
 
@@ -46,31 +46,46 @@ def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool
     if os.environ.get("RANK", "0") == "0" and not translation.refused:
         for message in headlines(name, translation):
             _log.warning("TRL: %s", message)
-    given = [name for name, _ in _settings(translated, left)]
-    if complaint := Lora.complaint([name.removeprefix("lora.") for name in given if name.startswith("lora.")]):
-        translation.refused["lora"] = complaint
-    # jsonargparse lets the later of two settings win.
-    files_first = sorted(split_flags(left), key=lambda flag: flag[0] != "config")
+    settings = _settings(translated, left)
+    refused = {**translation.refused, **_refused_lora(settings)}
     parsed: Any = None
     unclear = ""
-    if not translation.refused:
+    if not refused:
         try:
-            parsed = parser.parse_args([token for _, _, tokens in files_first for token in tokens])
+            parsed = parser.parse_args(_files_first(left))
         except argparse.ArgumentError as error:
             unclear = str(error)
     if parsed is None or parsed.get("output", "") is None:
         fresh = _parser(name, config_class, documented=False)  # a failed parser keeps its print flag
-        others = [text for name, text in _mistakes(fresh, translated, left) if name not in translation.refused]
-        mistakes = [*translation.refused.values(), *others] or [unclear]
-        parser.exit(2, f"{parser.prog}: {several(mistakes)}\n{parser.prog} --help lists its fields\n")
+        mistakes = list(refused.values())
+        mistakes += [text for setting, text in _mistakes(fresh, settings) if setting not in refused]
+        _exit(parser, several(mistakes or [unclear]))
     parsed.pop("config", None)
     config = config_class(**vars(parser.instantiate(parsed)))
     if rules and isinstance(config, Settings):  # the demo has no rules
         try:
             config.refuse_contradictions()
         except ValueError as contradictions:
-            parser.exit(2, f"{parser.prog}: {contradictions}\n{parser.prog} --help lists its fields\n")
+            _exit(parser, str(contradictions))
     return config
+
+
+def _refused_lora(settings: "Sequence[_Setting]") -> dict[str, str]:
+    """The complaint about settings of LoRA that do not go together, by the name of their group."""
+    given = [setting.name.removeprefix("lora.") for setting in settings if setting.name.startswith("lora.")]
+    complaint = Lora.complaint(given)
+    return {"lora": complaint} if complaint else {}
+
+
+def _files_first(arguments: Sequence[str]) -> list[str]:
+    """The same arguments, files before flags: jsonargparse lets the later of two settings win."""
+    flags = split_flags(arguments)
+    ordered = sorted(flags, key=lambda flag: flag.name != "config")
+    return [token for flag in ordered for token in flag.tokens]
+
+
+def _exit(parser: Any, message: str) -> NoReturn:
+    parser.exit(2, f"{parser.prog}: {message}\n{parser.prog} --help lists its fields\n")
 
 
 def completion(shell: str, recipes: Mapping[str, Any]) -> str:
@@ -101,12 +116,15 @@ def without_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
     left: list[str] = []
     on = False
     for name, values, tokens in split_flags(words):
-        if name.replace("-", "_") != switch or not tokens[0].startswith("--"):
+        is_switch = name.replace("-", "_") == switch and tokens[0].startswith("--")
+        if not is_switch:
             left += tokens
             continue
         on = values[:1] != ["false"]
-        rest = values[1:] if values[:1] in (["true"], ["false"]) else values
-        left += rest if "=" not in tokens[0] else tokens[1:]
+        if "=" in tokens[0]:
+            left += tokens[1:]
+        else:
+            left += values[1:] if values[:1] in (["true"], ["false"]) else values
     return left, on
 
 
@@ -122,11 +140,12 @@ def _parser(name: str, config_class: Any, documented: bool = True) -> Any:
 
 def _needed(config_class: Any) -> list[str]:
     """The fields that a command must give."""
-    return [
-        field.name
-        for field in dataclasses.fields(config_class)
-        if field.default is field.default_factory is dataclasses.MISSING or (field.name, field.default) == _NEEDED
-    ]
+    needed = []
+    for field in dataclasses.fields(config_class):
+        has_no_default = field.default is field.default_factory is dataclasses.MISSING
+        if has_no_default or (field.name, field.default) == _NEEDED:
+            needed.append(field.name)
+    return needed
 
 
 def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
@@ -137,71 +156,117 @@ def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
     for name, values, tokens in split_flags(arguments):
         flag, *others = [re.sub(r"(^|=)\.inf$", r"\1inf", token) for token in tokens]
         ours = name.replace("-", "_")
-        words += [flag.replace(name, ours, 1) if flag.startswith("--") else flag, *others]
-        words += ["true"] * (ours in switches and not values)
+        if flag.startswith("--"):
+            flag = flag.replace(name, ours, 1)
+        words += [flag, *others]
+        if ours in switches and not values:
+            words.append("true")
     return words
 
 
-def _mistakes(parser: Any, translated: Mapping[str, Any], arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+class _Setting(NamedTuple):
+    """A setting of a file or a flag, by a name with a dot in a group, and the tokens of it as a flag."""
+
+    name: str
+    tokens: list[str]
+
+
+def _mistakes(parser: Any, settings: Sequence[_Setting]) -> Iterator[tuple[str, str]]:
     """Yield each wrong setting with its mistake, and the missing fields."""
-    settings = _settings(translated, arguments)
-    for name, tokens in settings:
-        if complaint := _complaint(parser, name.rstrip("+"), tokens):
-            yield name, complaint
-    if missing := [f"--{name}" for name in _needed(parser.fields) if name not in dict(settings)]:
+    for setting in settings:
+        complaint = _complaint(parser, setting.name.rstrip("+"), setting.tokens)
+        if complaint:
+            yield setting.name, complaint
+    given = {setting.name for setting in settings}
+    missing = [f"--{name}" for name in _needed(parser.fields) if name not in given]
+    if missing:
         yield "config", f"needed as well: {', '.join(missing)}"  # unless the file, which may have them, can't be read
 
 
-def _settings(translated: Mapping[str, Any], arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The settings of files and flags, those of groups with a dot, and each as the words of a flag."""
-    flags = [flag for flag in split_flags(arguments) if flag[0] not in ("config", "print_config")]
-    files = [values[0] for name, values, _ in split_flags(arguments) if name == "config" and values]
-    settings: list[tuple[str, list[str]]] = []
+def _settings(translated: Mapping[str, Any], arguments: Sequence[str]) -> list[_Setting]:
+    """The settings of files and flags."""
+    flags = split_flags(arguments)
+    settings: list[_Setting] = []
     with contextlib.suppress(ValueError):  # a file that can't be read is refused already
-        settings += [(name, [_flag(name, value)]) for name, value in flattened(translated or read_files(files)).items()]
-    for name, values, tokens in flags:
-        group = flattened({name: loaded(" ".join(values))})
-        settings += [(key, tokens if key == name else [_flag(key, value)]) for key, value in group.items()]
+        in_files = translated or read_files([flag.values[0] for flag in flags if flag.name == "config" and flag.values])
+        settings += [_as_flag(name, value) for name, value in flattened(in_files).items()]
+    for flag in flags:
+        if flag.name not in ("config", "print_config"):
+            settings += _settings_of(flag)
     return settings
 
 
-def _flag(name: str, value: Any) -> str:
-    return f"--{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+def _settings_of(flag: Flag) -> list[_Setting]:
+    """A flag as it is; or the settings of a group, such as ``--lora '{r: 8}'``."""
+    values = flattened({flag.name: loaded(" ".join(flag.values))})
+    if list(values) == [flag.name]:
+        return [_Setting(flag.name, flag.tokens)]
+    return [_as_flag(name, value) for name, value in values.items()]
+
+
+def _as_flag(name: str, value: Any) -> _Setting:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return _Setting(name, [f"--{name}={text}"])
 
 
 def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
-    """Describe the mistake of a setting by itself, in one line, in the words of its type."""
+    """Describe the mistake of a setting by itself, in one line, in the words of its type; empty if there is none."""
     try:
         parser.parse_args(tokens)
         return ""
     except argparse.ArgumentError as error:
         message = str(error)
-    text = " ".join([*tokens[0].split("=", 1)[1:], *tokens[1:]]) or "nothing"
-    if "arguments are required" in message:
-        if name != "rewards":
-            return ""
-        from ..rewards.resolve import SHIPPED
-
-        rewards: Any = loaded(text)
-        rewards = rewards if isinstance(rewards, list | dict) else [rewards]
-        mix = rewards if isinstance(rewards, dict) else dict.fromkeys(map(str, rewards))
-        names = [each.get("function", key) if isinstance(each, dict) else key for key, each in mix.items()]
-        unknown = [key for key in names if ":" not in key and key not in SHIPPED]
-        return nearest("rewards: no", unknown[0], SHIPPED) if unknown else ""
-    hint: Any = parser.fields
-    for part in name.split("."):
-        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    value = tokens[0].split("=", 1)[1:]
+    text = " ".join([*value, *tokens[1:]]) or "nothing"
+    if "arguments are required" in message:  # other fields, of which `_mistakes` tells: the setting itself is right
+        return _unknown_reward(text) if name == "rewards" else ""
+    hint = _hint(parser.fields, name)
     if hint is None:
-        fields = list(parser.get_defaults().keys())
         if name.endswith((".yaml", ".yml")):
             return f"no field {name!r}, did you mean --config {name}?"
-        return nearest("no field", name, fields)
-    if complaint := range_complaint(text, hint):
-        choices = {str(choice) for kind in kinds(hint) if get_origin(kind) is Literal for choice in get_args(kind)}
-        near = nearest("", text, choices).partition(", did") if choices else ()
-        return f"{name}: {complaint}" + "".join(near[1:])
+        return nearest("no field", name, list(parser.get_defaults().keys()))
+    complaint = range_complaint(text, hint)
+    if complaint:
+        return f"{name}: {complaint}{_meant(text, hint)}"
     inner = re.search(r"(?:Given|Got) value: ([^\n]*)", message)
-    return f"{name}: wanted {wording(hint)}, got {inner[1] if inner and inner[1] else text!r}"
+    got = inner[1] if inner and inner[1] else text
+    return f"{name}: wanted {wording(hint)}, got {got!r}"
+
+
+def _unknown_reward(text: str) -> str:
+    """The complaint about the first reward of a mixture that does not ship and is no ``module:function``, if any."""
+    from ..rewards.resolve import SHIPPED  # imported late: a parser of other settings needs no rewards
+
+    rewards: Any = loaded(text)
+    if not isinstance(rewards, list | dict):
+        rewards = [rewards]
+    if not isinstance(rewards, dict):
+        rewards = dict.fromkeys(map(str, rewards))
+    for key, settings in rewards.items():
+        function = settings.get("function", key) if isinstance(settings, dict) else key
+        if ":" not in function and function not in SHIPPED:
+            return nearest("rewards: no", function, SHIPPED)
+    return ""
+
+
+def _hint(fields: Any, name: str) -> Any:
+    """The type of a field of a dataclass, or of a group's field by its name with a dot; None if there is none."""
+    hint = fields
+    for part in name.split("."):
+        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+    return hint
+
+
+def _meant(text: str, hint: Any) -> str:
+    """``, did you mean ...?`` with the word nearest to a wrong one; empty if none is near, or any word may stand."""
+    choices: set[str] = set()
+    for kind in kinds(hint):
+        if get_origin(kind) is Literal:
+            choices |= {str(choice) for choice in get_args(kind)}
+    if not choices:
+        return ""
+    _, found, suggestion = nearest("", text, choices).partition(", did")
+    return found + suggestion
 
 
 class _Parser(ArgumentParser):
@@ -211,12 +276,14 @@ class _Parser(ArgumentParser):
 
     def format_help(self, formatter: Any = None) -> str:
         """List the recipe's own fields first, then the shared ones by topic."""
-        own, offline = ({each.name for each in dataclasses.fields(kind)} for kind in (self.fields, OfflineConfig))
+        own = {each.name for each in dataclasses.fields(self.fields)}
+        offline = {each.name for each in dataclasses.fields(OfflineConfig)}
         shared = {name: title for title, names in _SECTIONS.items() for name in names.split()}
         sections: dict[str, list[argparse.Action]] = {title: [] for title in ("", *_SECTIONS, _RUN)}
         for action in self._actions:
             name = action.dest.partition(".")[0]
-            sections["" if name in own - offline else shared.get(name, _RUN)].append(action)
+            is_own = name in own - offline
+            sections["" if is_own else shared.get(name, _RUN)].append(action)
         for switch, purpose in SWITCHES.items():
             sections[_RUN].append(
                 argparse.Action([f"--{switch}"], switch, nargs=0, default=argparse.SUPPRESS, help=purpose)
@@ -228,7 +295,8 @@ class _Parser(ArgumentParser):
         formatter.add_text(self.description)
         for title, actions in sections.items():
             if actions:
-                formatter.start_section(title or f"{self.prog.rpartition(' ')[2]}")
+                recipe = self.prog.rpartition(" ")[2]
+                formatter.start_section(title or recipe)
                 formatter.add_arguments(actions)
                 formatter.end_section()
         return str(formatter.format_help())
