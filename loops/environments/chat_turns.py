@@ -29,13 +29,15 @@ class ChatTurns:
     """
 
     def __init__(self, encoder: Encoder, options: Mapping[str, Any] | None = None) -> None:
-        self.encoder, self.options = encoder, options or {}
+        self.encoder = encoder
+        self.options = options or {}
         self._opening = self.prompt([_OPENING])
         self._checked_roles: set[str] = set()
         self.end = self.suffix([{"role": "user", "content": "Go on."}])[0]  # the token that ends the assistant's turn
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return self.encoder.bare(self.encoder.render(list(messages), generation_prompt=True, options=self.options))
+        text = self.encoder.render(list(messages), generation_prompt=True, options=self.options)
+        return self.encoder.bare(text)
 
     def suffix(self, messages: Sequence[Message]) -> list[int]:
         """From the assistant's end token to where the next completion begins.
@@ -45,7 +47,8 @@ class ChatTurns:
         """
         for role in {str(message["role"]) for message in messages} - self._checked_roles:
             try:
-                first, second = (self._common_end([{"role": role, "content": text}]) for text in "ab")
+                first = self._common_end([{"role": role, "content": "a"}])
+                second = self._common_end([{"role": role, "content": "b"}])
             except BadRow as bad:  # gpt-oss wants a tool's result after the call alone
                 raise ValueError(f"turns: role {role}: {bad}; say it as 'user' (tools: {{role: user}})") from None
             if first == second:
@@ -53,12 +56,16 @@ class ChatTurns:
             self._checked_roles.add(role)
         return self._common_end(messages)
 
+    def _after(self, reply: str, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation in which the assistant gives a reply and these messages follow."""
+        return self.prompt([_OPENING, {"role": "assistant", "content": reply}, *messages])
+
     def _common_end(self, messages: Sequence[Message]) -> list[int]:
-        first, second = (
-            self.prompt([_OPENING, {"role": "assistant", "content": reply}, *messages]) for reply in _REPLIES
-        )
+        first = self._after(_REPLIES[0], messages)
+        second = self._after(_REPLIES[1], messages)
         shared = common_prefix(first[::-1], second[::-1])
-        answered, suffix = first[: len(first) - shared], first[len(first) - shared :]
+        answered = first[: len(first) - shared]
+        suffix = first[len(first) - shared :]
         start = len(self._opening)
         text = str(self.encoder.tokenizer.decode(answered[start:], skip_special_tokens=True))
         if first[:start] != self._opening or not text.strip().endswith(_REPLIES[0]):
@@ -67,7 +74,8 @@ class ChatTurns:
                 "what was sampled would stand where the model has never seen it; use a template whose generation "
                 "prompt is what it renders before a completion, or end the conversation after one turn"
             )
-        end = next((i for i, token in enumerate(suffix) if token in self.encoder.special), None)
+        ends = [position for position, token in enumerate(suffix) if token in self.encoder.special]
+        end = ends[0] if ends else None
         if end is None or str(self.encoder.tokenizer.decode(suffix[:end])).strip():
             raise ValueError(
                 "turns: the chat template ends the assistant's message without an end token, so nothing says where a "

@@ -6,8 +6,8 @@
     ...
     environment.reward()           if there is such a method: what the whole conversation is worth
 
-One conversation is one `Sample`. Its tokens are those after the prompt, in order; only those that the policy sampled
-are trained and have log-probs. Nothing that was sampled is tokenized again.
+One conversation is one `Sample`. Its tokens are all tokens after the prompt, in order; only tokens that the policy
+sampled are trained and have log-probs. Nothing that was sampled is tokenized again.
 """
 
 import asyncio
@@ -58,7 +58,8 @@ class Step(NamedTuple):
 
 async def close(environment: Any) -> None:
     """Close an environment, if it has a function for that, plain or async."""
-    if callable(function := getattr(environment, "close", None)):
+    function = getattr(environment, "close", None)
+    if callable(function):
         await call(function)
 
 
@@ -66,9 +67,9 @@ async def close(environment: Any) -> None:
 class MultiTurnSource:
     """A source of conversations: a `RolloutSource` on top of another. `reset` gives the prompt, not the request.
 
-    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of that by ``reward()``, None where
-    there was none, or in a word how the environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's
-    rewards and for people) and the environment's counts.
+    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of the conversation's, which
+    ``reward()`` gives; None where there was none, or in a word how the environment failed), ``turn_rewards``,
+    ``turns``, ``messages`` (for TRL's rewards and for people) and the environment's counts.
 
     An environment that can't be made, or whose `reset` fails or is too slow, is made again, ``limits.attempts`` times
     in all. If none works, or the environment fails in a turn, the conversation is aborted; its turns until then are
@@ -111,9 +112,10 @@ class MultiTurnSource:
         """
         samples = await gather_or_cancel(self._converse(request, index) for index in request.indices)
         begun = [sample for sample in samples if sample.tokens]
+        prompt = begun[0].prompt if begun else request.prompt
         for sample in samples:
             if not sample.tokens:
-                sample.prompt = list(begun[0].prompt if begun else request.prompt)
+                sample.prompt = list(prompt)
         if len({tuple(sample.prompt) for sample in begun}) > 1:
             raise ValueError(
                 f"environment: the conversations of task {request.task} begin with different prompts; what `reset` "
@@ -177,9 +179,7 @@ class MultiTurnSource:
         prompt, limit = self._open(opening, request)
         info: dict[str, Any] = dict(zip(_NAMES, ([], [], 0, None), strict=True))
         sample = Sample(request.task, index, prompt, [], [], [], [], "length", info=info)
-        stop = request.sampling.stop
-        if self.turns is not None and self.turns.end not in stop:
-            stop = (*stop, self.turns.end)
+        stop = self._stop(request)
         for turn in range(self.limits.turns):
             most = min(request.sampling.max_tokens, limit - len(sample.tokens))
             sampling = replace(request.sampling, max_tokens=most, stop=stop)
@@ -188,7 +188,9 @@ class MultiTurnSource:
             check_completions(completions, part, "environment")
             completion = completions[0]
             _add_turn(sample, completion)
-            step = None if completion.finish == "aborted" else await self._step(environment, completion)
+            step = None
+            if completion.finish != "aborted":
+                step = await self._step(environment, completion)
             if step is None:
                 sample.finish = "aborted"
                 break
@@ -197,18 +199,23 @@ class MultiTurnSource:
                 break
             messages, context = self._observation(step.observation, completion, request)
             sample.finish = "length"
-            if turn + 1 == self.limits.turns or len(context) >= limit - len(sample.tokens):
+            is_last = turn + 1 == self.limits.turns
+            if is_last or len(context) >= limit - len(sample.tokens):
                 break
-            sample.tokens += context
-            sample.trained += [False] * len(context)
-            sample.logprobs += [0.0] * len(context)
-            info["messages"] += messages
-        sample.text = "\n".join(m["content"] for m in info["messages"] if m["role"] == "assistant")
+            _add_observation(sample, messages, context)
+        sample.text = "\n".join(each["content"] for each in info["messages"] if each["role"] == "assistant")
         if sample.finish != "aborted" and not await self._reward(environment, sample):
             sample.finish = "aborted"
         if sample.finish == "aborted":
             info["environment_reward"] = "aborted"
         return sample
+
+    def _stop(self, request: Request) -> tuple[int, ...]:
+        """The tokens that end a turn: the request's, and the one by which the chat template ends the assistant's."""
+        stop = tuple(request.sampling.stop)
+        if self.turns is None or self.turns.end in stop:
+            return stop
+        return (*stop, self.turns.end)
 
     def _open(self, opening: Any, request: Request) -> tuple[list[int], int]:
         """The prompt, and how many tokens may follow within the limit and the model's context."""
@@ -297,8 +304,10 @@ class MultiTurnSource:
 
 
 class TrackedEnvironment:
-    """An environment that is closed once none of its functions runs: a plain one that timed out continues in a
-    thread."""
+    """An environment that is closed once none of its functions runs.
+
+    A plain function that timed out continues in a thread.
+    """
 
     def __init__(self, environment: Any) -> None:
         self.environment = environment
@@ -320,7 +329,8 @@ class TrackedEnvironment:
         function = getattr(self.environment, name)
         if is_async(function):
             return await call(function, *arguments)
-        latest = self.latest = Future()
+        latest: Future[None] = Future()
+        self.latest = latest
 
         def tracked() -> Any:
             if not latest.set_running_or_notify_cancel():  # closed before this thread started
@@ -351,6 +361,14 @@ def _add_turn(sample: Sample, completion: Sample) -> None:
     sample.info["turns"] += 1
 
 
+def _add_observation(sample: Sample, messages: Sequence[Message], tokens: Sequence[int]) -> None:
+    """Append what the environment says to a conversation; it is not trained."""
+    sample.tokens += tokens
+    sample.trained += [False] * len(tokens)
+    sample.logprobs += [0.0] * len(tokens)
+    sample.info["messages"] += messages
+
+
 def refuse_failing(source: Any, samples: Sequence[Sample]) -> None:
     """Raise ValueError, with the first failure, if an environment failed in all conversations of the first rollout."""
     failures = getattr(source, "failures", {})
@@ -371,7 +389,7 @@ def _place(part: Request | Sample, index: int) -> str:
 
 
 def _total(rewards: Sequence[float | str | None]) -> float | str | None:
-    """The sum of those that are numbers, None where there is none, or the first failure."""
+    """The sum of the numbers among them, None where there is none, or the first failure."""
     failed = [reward for reward in rewards if isinstance(reward, str)]
     numbers = [reward for reward in rewards if isinstance(reward, float)]
     if failed:

@@ -34,7 +34,9 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     """
     if not isinstance(spec, str) and len(spec) != 1:
         raise ValueError(f"environment: wanted one name, got {', '.join(spec) or 'none'}")
-    name, settings = (spec, {}) if isinstance(spec, str) else next(iter(spec.items()))
+    if isinstance(spec, str):
+        spec = {spec: {}}
+    ((name, settings),) = spec.items()
     if name == "tools":
         settings = {**settings, "tools": [_tool(tool) for tool in settings.get("tools", ())]}
     factory = find("environment", name, SHIPPED, __package__)
@@ -48,7 +50,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
 
 
 def _look_at(name: str, found: Any) -> None:
-    """Check that what a configuration names makes environments, before it is called.
+    """Check that the object a configuration names makes environments, before it is called.
 
     Raises:
         ValueError: if it is neither a class with ``reset`` and ``step`` nor a function that is annotated to return one.
@@ -65,7 +67,7 @@ def _look_at(name: str, found: Any) -> None:
 
 
 def _annotated(function: Any) -> Any:
-    """The annotation of what a function returns; None without one that can be read."""
+    """The annotation of a function's return value; None without one that can be read."""
     try:
         annotation = inspect.signature(function, eval_str=True).return_annotation
     except (TypeError, ValueError, NameError):
@@ -109,7 +111,8 @@ def turns_for(
             f"tools: {hidden[0]} is a special token of this tokenizer, so it is missing from the text of "
             "completions and no call would be seen as it is; add it as a token that is not special"
         )
-    turns = ChatTurns(Encoder(tokenizer, None, chat_template_kwargs or {}), {"tools": schemas} if schemas else {})
+    encoder = Encoder(tokenizer, None, chat_template_kwargs or {})
+    turns = ChatTurns(encoder, {"tools": schemas} if schemas else {})
     if schemas:
         turns.suffix([{"role": getattr(environment, "role", "tool"), "content": "a result"}])
     return turns

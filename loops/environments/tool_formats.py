@@ -51,9 +51,10 @@ _MISTRAL = r"\s*(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[ARGS\])?(\{.*?\})\s*(?=\[TOOL_C
 
 
 def parse_keyed(content: str) -> ParsedCall | None:
-    """The call between ``<tool_call>`` tags whose arguments are in tags of their own; None if it is not such a call."""
+    """The call between ``<tool_call>`` tags whose arguments are in tags of their own; None for another text."""
     for call, argument in _KEYED:
-        if match := re.fullmatch(call, content, re.DOTALL):
+        match = re.fullmatch(call, content, re.DOTALL)
+        if match:
             return match[1], dict(_findall(argument, match[2])), ""
     return None
 
@@ -72,25 +73,34 @@ def _findall(ended: tuple[str, str], text: str) -> list[tuple[str, str]]:
 def _gemma_calls(text: str) -> list[tuple[str, str]]:
     """Names and arguments of the calls in Gemma's format, in time that grows as the text does."""
     calls = []
-    position, in_vain = 0, 0
-    while in_vain < _IN_VAIN and (begin := re.compile(_GEMMA_BEGIN).search(text, position)):
+    position = 0
+    in_vain = 0
+    while in_vain < _IN_VAIN:
+        begin = re.compile(_GEMMA_BEGIN).search(text, position)
+        if begin is None:
+            break
         call = re.compile(_GEMMA, re.DOTALL).match(text, begin.start())
-        if call:
+        if call is None:
+            in_vain += 1
+            position = begin.end()
+        else:
             calls.append((call[1], call[2]))
-        in_vain += call is None
-        position = call.end() if call else begin.end()
+            position = call.end()
     return calls
 
 
 def parse_untagged(text: str) -> list[ParsedCall]:
     """The calls in a text without ``<tool_call>``."""
     call, argument = _MUSE
-    if calls := _findall(call, text):
+    calls = _findall(call, text)
+    if calls:
         return [(name, dict(_findall(argument, body)), "") for name, body in calls]
     for pattern in _WITH_JSON:
-        if calls := _findall(pattern, text):
+        calls = _findall(pattern, text)
+        if calls:
             return [parse_arguments(name, arguments) for name, arguments in calls]
-    if calls := _gemma_calls(text):
+    calls = _gemma_calls(text)
+    if calls:
         return [parse_arguments(name, _gemma_json(arguments)) for name, arguments in calls]
     bare = text.strip().removeprefix("[TOOL_CALLS]").lstrip()
     if bare.startswith(("{", "[{")):
@@ -120,11 +130,14 @@ def _bare_json_calls(text: str) -> list[ParsedCall]:
 
 def parse_arguments(name: str, arguments: Any) -> ParsedCall:
     """Arguments by name, or the JSON of them."""
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError) as error:
-        return name, {}, f"the arguments are not JSON: {error}"
-    return (name, arguments, "") if isinstance(arguments, dict) else (name, {}, '"arguments" must be an object')
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            return name, {}, f"the arguments are not JSON: {error}"
+    if not isinstance(arguments, dict):
+        return name, {}, '"arguments" must be an object'
+    return name, arguments, ""
 
 
 def _gemma_json(arguments: str) -> str:
@@ -138,8 +151,12 @@ def _python_calls(text: str) -> list[ParsedCall]:
         body = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    calls = [call for call in getattr(body, "elts", ()) if isinstance(call, ast.Call)]
-    return list(map(_python_call, calls)) if isinstance(body, ast.List) and len(calls) == len(body.elts) else []
+    if not isinstance(body, ast.List):
+        return []
+    calls = [element for element in body.elts if isinstance(element, ast.Call)]
+    if len(calls) < len(body.elts):
+        return []
+    return [_python_call(call) for call in calls]
 
 
 def _python_call(call: ast.Call) -> ParsedCall:
@@ -150,6 +167,7 @@ def _python_call(call: ast.Call) -> ParsedCall:
     if call.args or not all(keyword.arg for keyword in call.keywords):
         return name, {}, "every argument must be given by its name"
     try:
-        return name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}, ""
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return name, arguments, ""
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
         return name, {}, f"the arguments are not Python literals: {error}"

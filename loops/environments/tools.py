@@ -67,11 +67,12 @@ class Tools:
         if not calls:
             return Step(done=True)
         results = await asyncio.gather(*(self._make(*parsed) for parsed in calls))
-        messages = [
-            {"role": self.role, "name": name, "content": text}
-            for (name, _, _), (_, text) in zip(calls, results, strict=True)
-        ]
-        return Step(messages, counts={"tool_calls": len(calls), "tool_failures": sum(not fine for fine, _ in results)})
+        messages = []
+        failures = 0
+        for (name, _, _), (is_fine, text) in zip(calls, results, strict=True):
+            messages.append({"role": self.role, "name": name, "content": text})
+            failures += not is_fine
+        return Step(messages, counts={"tool_calls": len(calls), "tool_failures": failures})
 
     async def _make(self, name: str, arguments: dict[str, Any], problem: str) -> tuple[bool, str]:
         """Make a call; returns (True, its result) or (False, its error)."""
@@ -92,37 +93,46 @@ class Tools:
             return False, f"error: {name} {late}"
         except Exception as error:
             return False, f"error: {type(error).__name__}: {error}"
-        return True, text if len(text) <= self.longest else f"{text[: self.longest]}... (cut)"
+        if len(text) > self.longest:
+            text = f"{text[: self.longest]}... (cut)"
+        return True, text
 
 
 def parse_calls(text: str) -> list[ParsedCall]:
     """The calls in a text after its reasoning: (name, arguments, what is wrong if it only begins like a call)."""
     text = text.split("</think>", 1)[-1]
     pieces = re.findall(f"{OPEN}(.*?)(?={OPEN}|$)", text, re.DOTALL)
-    return [_parse(piece) for piece in pieces] if pieces else parse_untagged(text)
+    if not pieces:
+        return parse_untagged(text)
+    return [_parse(piece) for piece in pieces]
 
 
 def tool_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     """Calls per conversation, and the share of them that failed, under TRL's names."""
     calls = sum(sample.info.get("tool_calls", 0) for sample in samples)
     failures = sum(sample.info.get("tool_failures", 0) for sample in samples)
-    metrics = {"tools/call_frequency": calls / len(samples)} if samples else {}
-    return metrics | ({"tools/failure_frequency": failures / calls} if calls else {})
+    metrics = {}
+    if samples:
+        metrics["tools/call_frequency"] = calls / len(samples)
+    if calls:
+        metrics["tools/failure_frequency"] = failures / calls
+    return metrics
 
 
 def _parse(piece: str) -> ParsedCall:
     content, closed, _ = piece.partition(CLOSE)
     if not closed:
         return "", {}, f"a call must end with {CLOSE}"
-    if keyed := parse_keyed(content):
+    keyed = parse_keyed(content)
+    if keyed:
         return keyed
     try:
         request = json.loads(content)
     except (ValueError, RecursionError) as error:
         return "", {}, f"the call is not JSON: {error}"
-    if not isinstance(request, dict) or not isinstance(name := request.get("name"), str):
+    if not isinstance(request, dict) or not isinstance(request.get("name"), str):
         return "", {}, 'a call is an object with "name" and "arguments"'
-    return parse_arguments(name, request.get("arguments", {}))  # some write JSON within JSON
+    return parse_arguments(request["name"], request.get("arguments", {}))  # some write JSON within JSON
 
 
 def _typed(value: Any, schema: Any) -> Any:
@@ -168,7 +178,8 @@ def _value(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub()):
             value = -_value(node.operand)
         case ast.BinOp(op=ast.Pow()):
-            base, exponent = _value(node.left), _value(node.right)
+            base = _value(node.left)
+            exponent = _value(node.right)
             if abs(base) > 1 and abs(exponent) * math.log10(abs(base)) > _DIGITS:
                 raise ValueError(f"the result has more than {_DIGITS} digits")
             value = base**exponent

@@ -10,7 +10,7 @@ completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may
 ``sample.rewards`` then holds, for each function:
 
     a number       its score
-    None           it does not apply: it is left out of the weighted sum, which is that of the others (as in TRL)
+    None           it does not apply: the weighted sum is over the other functions (as in TRL)
     a word         a key of `ADVICE`: it failed, so the score is unknown and the completion is masked, whatever the
                    other functions give
 
@@ -139,8 +139,13 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     check_signature(name_of(function), signature)
     parameters = signature.parameters
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in (2, 4)]  # *args, **kwargs
-    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    required = []
+    takes_all = False
+    for name, parameter in parameters.items():
+        takes_all |= parameter.kind == parameter.VAR_KEYWORD
+        collects = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not collects:
+            required.append(name)
     if parameters.keys() & _OF_TRL:
         ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
         columns = ["prompt", *(name for name in required if name not in ours)]
@@ -148,9 +153,8 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         return with_attributes(partial(_call_trl, function, takes), function, over="step", columns=columns)
     if "completion" in parameters:
         columns = [name for name in required if name not in ("completion", "row", "sample")]
-        return with_attributes(
-            partial(_call_by_names, function, tuple(parameters), takes_all), function, columns=columns
-        )
+        by_names = partial(_call_by_names, function, tuple(parameters), takes_all)
+        return with_attributes(by_names, function, columns=columns)
     return function
 
 
@@ -163,7 +167,8 @@ def check_signature(name: str, signature: inspect.Signature) -> None:
     parameters = signature.parameters
     if parameters.keys() & _OF_TRL:
         required = [each.name for each in parameters.values() if each.default is each.empty]
-        if needs := {"trainer_state", "environments"}.intersection(required):
+        needs = {"trainer_state", "environments"}.intersection(required)
+        if needs:
             raise ValueError(
                 f"reward {name}: needs {min(needs)}, which only TRL's trainer has; give that parameter a default"
             )
@@ -206,27 +211,39 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
         raise ValueError(f"score: rewards must have different names, got {', '.join(names)}")
     if len(rows) != len(samples):
         raise ValueError(f"score: wanted one row per sample, {len(samples)}, got {len(rows)}")
+    began = [i for i, sample in enumerate(samples) if sample.finish != "aborted" or sample.tokens]
+    never_began = set(range(len(samples))).difference(began)
     calls = []
     for reward in rewards:
+        for i in never_began:
+            samples[i].rewards[reward.name] = "aborted"
         over = getattr(reward.function, "over", "sample")
-        units: dict[int, list[int]] = {}  # the completions of each call
-        for i, sample in enumerate(samples):
-            if sample.finish == "aborted" and not sample.tokens:
-                sample.rewards[reward.name] = "aborted"
-                continue
-            units.setdefault({"sample": i, "group": sample.task, "step": 0}[over], []).append(i)
-        for unit in units.values():
-            calls.append(_score(reward, [rows[i] for i in unit], [samples[i] for i in unit], over == "sample"))
+        for unit in _units(over, samples, began):
+            its_rows = [rows[i] for i in unit]
+            its_samples = [samples[i] for i in unit]
+            calls.append(_score(reward, its_rows, its_samples, single=over == "sample"))
     await asyncio.gather(*calls)
     for sample in samples:
         who = f"completion {sample.index} of task {sample.task}, scored by {', '.join(names)}"
         sample.info = plain(dict(sample.info), f"{who}: sample.info")  # a copy: a late call may write to it
 
 
+def _units(over: str, samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int]]:
+    """The completions of each call: one, all of a prompt (group), or all (step); none makes no call."""
+    if over == "sample":
+        return [[i] for i in indices]
+    if over == "step":
+        return [list(indices)] if indices else []
+    groups: dict[int, list[int]] = {}
+    for i in indices:
+        groups.setdefault(samples[i].task, []).append(i)
+    return list(groups.values())
+
+
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
     """Raise ValueError, with the first failure, if a function has failed in each of its calls for these samples.
 
-    Calls that took too long don't count: those of the first rollout may have waited for a model to be loaded.
+    Calls that took too long don't count: in the first rollout they may have waited for a model to be loaded.
     """
     for reward in rewards:
         failures = list(dict.fromkeys(sample.rewards[reward.name] for sample in samples))
@@ -291,7 +308,8 @@ def as_score(value: Any) -> float | str | None:
     if value is None:
         return None
     try:
-        value = value.item() if hasattr(value, "item") else value  # a tensor, an array, or a scalar of numpy
+        if hasattr(value, "item"):  # a tensor, an array, or a scalar of numpy
+            value = value.item()
         if not isinstance(value, Real):
             return "not a number"
         number = float(value)
@@ -314,7 +332,9 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
     try:
         if is_async(function):
             coroutine = function(*arguments, **named)
-            return await (coroutine if _is_ours(function) else watched(coroutine, _full_name(function)))
+            if not _is_ours(function):
+                coroutine = watched(coroutine, _full_name(function))
+            return await coroutine
         value = await _in_thread(partial(function, *arguments, **named))
         if inspect.iscoroutine(value):
             return await watched(value, _full_name(function))
@@ -333,7 +353,7 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 
 def _full_name(function: Any) -> str:
-    """Its name with that of its class."""
+    """The function's name, after the name of its class if it has one."""
     return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
 
 
@@ -380,17 +400,23 @@ async def _call_trl(
     named: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
     named |= {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [
-            sample.text
-            if isinstance(row["prompt"], str)
-            else copied(sample.info.get("messages", [{"role": "assistant", "content": sample.text}]))
-            for row, sample in zip(rows, samples, strict=True)
-        ],
+        "completions": [_completion_of_trl(row, sample) for row, sample in zip(rows, samples, strict=True)],
         "completion_ids": [list(sample.tokens) for sample in samples],
         "log_extra": log_extra,
         "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
     }
-    return await call(function, **{name: value for name, value in named.items() if takes is None or name in takes})
+    if takes is not None:
+        named = {name: value for name, value in named.items() if name in takes}
+    return await call(function, **named)
+
+
+def _completion_of_trl(row: Row, sample: Sample) -> str | list[dict[str, Any]]:
+    """A completion as TRL's rewards get it: text if the prompt is text, otherwise the messages after the prompt."""
+    if isinstance(row["prompt"], str):
+        return sample.text
+    alone = [{"role": "assistant", "content": sample.text}]
+    messages: list[dict[str, Any]] = copied(sample.info.get("messages", alone))
+    return messages
 
 
 async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:
@@ -415,14 +441,26 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
         for sample, own in zip(samples, own_samples, strict=True):
             sample.info.update(own.info)  # nothing is new there, unless the function gave its copy another info
     for i, sample in enumerate(samples):
-        score = sample.rewards[reward.name] = failure or as_score(values[i])
+        score = failure or as_score(values[i])
+        sample.rewards[reward.name] = score
         if isinstance(score, str) and score not in reward.reported:
             reward.reported[score] = detail or _shown(values[i])
-            masks = "it is masked, and" if reward.weight else "at weight 0 nothing is masked;"
-            log.warning(
-                "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
-                *(reward.name, sample.index, sample.task, score, reward.reported[score], masks, ADVICE[score]),
-            )
+            _report(reward, sample, score)
+
+
+def _report(reward: RewardFunction, sample: Sample, failure: str) -> None:
+    """Log the first failure of a kind."""
+    masks = "it is masked, and" if reward.weight else "at weight 0 nothing is masked;"
+    log.warning(
+        "reward %s: completion %d of task %d has no score (%s: %s); %s further ones are counted. %s",
+        reward.name,
+        sample.index,
+        sample.task,
+        failure,
+        reward.reported[failure],
+        masks,
+        ADVICE[failure],
+    )
 
 
 @asynccontextmanager
@@ -471,7 +509,7 @@ def _isolate(reward: RewardFunction) -> None:
 
 
 def _users(function: Any) -> Any:
-    """The user's own function within those that `adapted` and `batched` make of it."""
+    """The user's own function, within the ones that `adapted` and `batched` make of it."""
     while isinstance(function, partial):
         ours = str(getattr(function.func, "__module__", "")).startswith(_PACKAGE)
         function = function.args[0] if ours and function.args else function.func
@@ -487,25 +525,29 @@ async def _returned(function: Callable[..., Any], arguments: Any, single: bool) 
     value = await call(function, *arguments)
     if single:
         return [value]
-    enough = len(arguments[1]) + 1  # of a generator that never ends
+    count = len(arguments[1])
+    value = await _entries(value, count + 1)  # one more than wanted, of a generator that never ends
+    if not isinstance(value, list | tuple):
+        raise _WrongLength(f"returned {_shown(value)} for {count} completions")
+    if len(value) != count:
+        raise _WrongLength(f"returned {len(value)} for {count} completions")
+    if all(isinstance(entry, list | tuple) and len(entry) == 1 for entry in value):
+        return [entry[0] for entry in value]
+    return list(value)
+
+
+async def _entries(value: Any, enough: int) -> Any:
+    """A generator's or an array's entries as a list, ``enough`` of a generator's at most; other values as they are."""
     if isinstance(value, AsyncIterator):
         entries = []
         async for entry in value:
             entries.append(entry)
             if len(entries) == enough:
                 break
-        value = entries
-    elif isinstance(value, Iterator):  # a generator, whose code runs only now
-        value = await call(list, islice(value, enough))
-    elif hasattr(value, "tolist"):
-        value = value.tolist()
-    if not isinstance(value, list | tuple):
-        raise _WrongLength(f"returned {_shown(value)} for {len(arguments[1])} completions")
-    if len(value) != len(arguments[1]):
-        raise _WrongLength(f"returned {len(value)} for {len(arguments[1])} completions")
-    if all(isinstance(entry, list | tuple) and len(entry) == 1 for entry in value):
-        return [entry[0] for entry in value]
-    return list(value)
+        return entries
+    if isinstance(value, Iterator):  # a generator, whose code runs only now
+        return await call(list, islice(value, enough))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _shown(value: Any) -> str:

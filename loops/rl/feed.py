@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,8 +41,8 @@ class RolloutFeed(StepFeed):
         context: its configuration is an `OnlineConfig`, its scheduler samples, its rewards score, its policy measures.
         advantages: columns [tokens] that are computed over a whole rollout.
         measure: columns [tokens] that the policy gives of each batch before anything is learned from the rollout.
-        select: the units of a rollout, the examples of each as indices of completions; those of a group unless given.
-            The examples of a unit share a step.
+        select: the units of a rollout, the examples of each as indices of completions; a group's completions unless
+            given. The examples of a unit share a step.
         dynamic_sampling: skip groups whose rewards are all the same, and take others instead.
         report: further metrics of a rollout.
         per_step: further metrics of the step that was taken.
@@ -77,35 +77,56 @@ class RolloutFeed(StepFeed):
         return self.config.steps or rollouts * self.steps_per_rollout
 
     def __call__(self, step: int) -> list[Batch]:
-        config, context, rollout, select = self.config, self.context, self.rollout, self.select
-        number, step_of_rollout = divmod(step, self.steps_per_rollout)
+        rollout = self._rollout_of(step)
+        if self.select is not None:
+            units = self.select(rollout)
+        else:
+            units = rollout.split_groups(self.config.micro_tokens, self.batching["layout"])
+        if self.config.minibatches > 1:
+            units = self._minibatch(units, step)
+        examples = list(chain.from_iterable(units))
+        return rollout.micro_batches(self.config.micro_tokens, examples=examples, **self.batching)
+
+    def _rollout_of(self, step: int) -> RolloutBuffer:
+        """The rollout that a step trains on, sampled and measured if it is another one than before."""
+        number = step // self.steps_per_rollout
+        rollout = self.rollout
         if rollout is None or number != self.step // self.steps_per_rollout:
-            with at("sampling"):
-                groups, sampling_metrics = from_main(
-                    context.run.accelerator, lambda: self._take(number), context.follow
-                )
-            rollout = self._buffer(groups, number)
-            if self.measure is not None:
-                self._measure(rollout, self.measure)
-            for name, column in self.advantages(rollout).items():
-                rollout[name] = column
-            self.metrics = {**self._metrics_of(rollout), **self.report(rollout), **sampling_metrics}
-        self.step, self.rollout = step, rollout
-        units = select(rollout) if select else rollout.split_groups(config.micro_tokens, self.batching["layout"])
-        if config.minibatches > 1:  # each unit is in one of them, drawn anew in each epoch
-            epoch, minibatch = divmod(step_of_rollout, config.minibatches)
-            drawn = permutation(len(units), config.seed, number, epoch)[minibatch :: config.minibatches]
-            units = [units[i] for i in sorted(drawn)]
-        examples = [example for unit in units for example in unit]
-        return rollout.micro_batches(config.micro_tokens, examples=examples, **self.batching)
+            rollout = self._next_rollout(number)
+        self.step = step
+        self.rollout = rollout
+        return rollout
+
+    def _next_rollout(self, number: int) -> RolloutBuffer:
+        """Sample a rollout on the main process, or follow it; then compute its columns and metrics on every rank."""
+        context = self.context
+        with at("sampling"):
+            groups, sampling_metrics = from_main(context.run.accelerator, lambda: self._take(number), context.follow)
+        rollout = self._buffer(groups, number)
+        if self.measure is not None:
+            self._measure(rollout, self.measure)
+        for name, column in self.advantages(rollout).items():
+            rollout[name] = column
+        self.metrics = {**self._metrics_of(rollout), **self.report(rollout), **sampling_metrics}
+        return rollout
+
+    def _minibatch(self, units: list[list[list[int]]], step: int) -> list[list[list[int]]]:
+        """The units of one step: in each epoch over the rollout every unit is in one minibatch, drawn anew."""
+        number, step_of_rollout = divmod(step, self.steps_per_rollout)
+        epoch, minibatch = divmod(step_of_rollout, self.config.minibatches)
+        drawn = permutation(len(units), self.config.seed, number, epoch)[minibatch :: self.config.minibatches]
+        return [units[i] for i in sorted(drawn)]
 
     def plan(self, step: int) -> list[list[int]]:
         """The prompts of each micro-batch of a step on the rollout at hand, as indices into the data."""
         assert self.rollout is not None
-        tasks = {
-            id(sample.prompt): sample.task for sample in self.rollout.samples
-        }  # examples share the sample's prompt list
-        return [[self.context.order(tasks[id(each.prompt)]) for each in batch.examples] for batch in self(step)]
+        # Examples share the sample's prompt list, so its identity tells which task they are of.
+        tasks = {id(sample.prompt): sample.task for sample in self.rollout.samples}
+        plan = []
+        for batch in self(step):
+            of_batch = [tasks[id(example.prompt)] for example in batch.examples]
+            plan.append([self.context.order(task) for task in of_batch])
+        return plan
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of a step over all ranks; nothing of them is stored here."""
@@ -135,7 +156,9 @@ class RolloutFeed(StepFeed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self.step, self.metrics, kept = state["step"], state["metrics"], state["rollout"]
+        self.step = state["step"]
+        self.metrics = state["metrics"]
+        kept = state["rollout"]
         if kept is not None:
             samples = list(map(from_record, kept["samples"]))
             self.rollout = self._buffer([samples], self.step // self.steps_per_rollout)
@@ -155,8 +178,10 @@ class RolloutFeed(StepFeed):
         return rollout
 
     def _take(self, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
-        """On the main process, the groups of a rollout; with dynamic sampling those that vary, and metrics of all."""
-        rewards, wanted = self.context.rewards, self.config.prompts_per_rollout
+        """On the main process, the groups of a rollout; with dynamic sampling only groups whose rewards vary, and
+        metrics of all."""
+        rewards = self.context.rewards
+        wanted = self.config.prompts_per_rollout
         sampled: list[list[Sample]] = []
         kept: list[list[Sample]] = []
         assert self.scheduler is not None
@@ -165,16 +190,10 @@ class RolloutFeed(StepFeed):
             with may_stand(self._longest_wait):
                 groups = self.scheduler.take(wanted - len(kept), step=number)
             if self.rollout is None and not sampled:
-                first = list(chain.from_iterable(groups))
-                refuse_failing(self.scheduler.source, first)
-                refuse_broken(rewards, first)
-                if number == 0:  # a resumed run may meet prompts that no function applies to, as the whole one does
-                    refuse_silent(rewards, first)
+                self._refuse_first(list(chain.from_iterable(groups)), number)
             sampled += groups
             if self.dynamic_sampling:
-                totals = [score(rewards, group).total for group in groups]
-                varied = [len(torch.unique(total[~total.isnan()])) > 1 for total in totals]
-                groups = list(compress(groups, varied))
+                groups = [group for group in groups if self._varies(group)]
             kept += groups
             if len(kept) == wanted:
                 break
@@ -191,7 +210,22 @@ class RolloutFeed(StepFeed):
         metrics = {"groups_passed_over": float(len(sampled) - len(kept))}
         # The mean over all samples: over varied groups alone it stays near 0.5 and hides progress.
         reward = float(score(rewards, samples).measured_total.nanmean())
-        return kept, metrics if math.isnan(reward) else {**metrics, "reward/sampled": reward}
+        if not math.isnan(reward):
+            metrics["reward/sampled"] = reward
+        return kept, metrics
+
+    def _refuse_first(self, samples: list[Sample], number: int) -> None:
+        """Raise ValueError if nothing can be learned from the first samples of a run, also of a resumed one."""
+        assert self.scheduler is not None
+        refuse_failing(self.scheduler.source, samples)
+        refuse_broken(self.context.rewards, samples)
+        if number == 0:  # a resumed run may meet prompts that no function applies to, as the whole one does
+            refuse_silent(self.context.rewards, samples)
+
+    def _varies(self, group: list[Sample]) -> bool:
+        """True if the group's rewards are not all the same."""
+        total = score(self.context.rewards, group).total
+        return len(torch.unique(total[~total.isnan()])) > 1
 
     @property
     def _longest_wait(self) -> float:
@@ -201,7 +235,8 @@ class RolloutFeed(StepFeed):
 
     def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:
         """Set the columns of ``measure``, on every rank, each example computed by one of them."""
-        model, accelerator = self.context.run.model, self.context.run.accelerator
+        model = self.context.run.model
+        accelerator = self.context.run.accelerator
         rollout["token"] = torch.arange(len(rollout.sequence))
         local = []
         with torch.no_grad(), evaluating(model.model), accelerator.autocast():
@@ -215,8 +250,11 @@ class RolloutFeed(StepFeed):
         rollout.columns |= {name: column[order] for name, column in measured.items()}
 
     def _metrics_of(self, rollout: RolloutBuffer) -> dict[str, float]:
-        """Its completions under TRL's names, the share of them that is masked, the age of their tokens; then its
-        rewards and conversations, and on the main process the sampler."""
+        """Metrics of a rollout.
+
+        Completions under TRL's names, the share of them that is masked, and the age of their tokens; then rewards and
+        conversations; and on the main process the sampler.
+        """
         lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
         measured: dict[str, Tensor] = {}
         for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
@@ -226,18 +264,22 @@ class RolloutFeed(StepFeed):
         if len(lengths):
             measured["completions/clipped_ratio"] = rollout.unfinished.mean()
             measured["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()
-        if len(age := rollout["age"]):
+        age = rollout["age"]
+        if len(age):
             measured |= {"age/mean": age.mean(), "age/max": age.max()}
         metrics = {name: float(value) for name, value in measured.items()}
         if not self.context.rewards:
             return metrics
         metrics |= reward_metrics(rollout.scores)
-        if turns := [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]:
+        turns = [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]
+        if turns:
             aborted = sum(sample.finish == "aborted" for sample in rollout.samples)
             metrics |= {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
             metrics |= tool_metrics(rollout.samples)
         if self.scheduler is None:
             return metrics
         self.monitor(rollout.scores, rollout.samples)
-        waited, self.scheduler.waited = self.scheduler.waited, 0.0
-        return {**metrics, "sampling/seconds": waited, "sampling/retries": float(self.scheduler.retries)}
+        metrics["sampling/seconds"] = self.scheduler.waited
+        metrics["sampling/retries"] = float(self.scheduler.retries)
+        self.scheduler.waited = 0.0  # of the next rollout
+        return metrics
