@@ -73,14 +73,11 @@ class Accounting:
     parts: tuple["Accounting", ...] = ()
 
     def __str__(self) -> str:
-        examples = f" as {self.examples:,} examples" if self.examples != self.kept else ""
-        of = "" if self.available is None else f" of {self.available:,}"
-        lines = [
-            f"{self.source}: {self.read:,} rows read{of}, {self.kept:,} kept{examples}; "
-            f"{self.total_tokens:,} tokens" + f", {self.trained_tokens:,} of them trained" * bool(self.trained_tokens)
-        ]
+        lines = [self._headline()]
         if self.parts:
-            return "\n  ".join([*lines, *"\n".join(map(str, self.parts)).split("\n")])
+            for part in self.parts:
+                lines += [f"  {line}" for line in str(part).split("\n")]
+            return "\n".join(lines)
         lines += [f"  {count:,} skipped, {kind}; the first: {self.first[kind]}" for kind, count in self.skipped.items()]
         if self.truncated:
             lines.append(f"  {self.truncated:,} truncated to max_length={self.max_length}")
@@ -95,13 +92,21 @@ class Accounting:
                 f"  {self.contradictory:,} contradictory: another row has the same completions with the opposite label"
             ]
         if self.labels:
-            lines.append("  " + ", ".join(f"{count:,} {label}" for label, count in self.labels.items()))
-            lines[-1] += "" if all(self.labels.values()) else ": one class is empty"
+            counts = ", ".join(f"{count:,} {label}" for label, count in self.labels.items())
+            empty = "" if all(self.labels.values()) else ": one class is empty"
+            lines.append(f"  {counts}{empty}")
         if self.unused:
             lines.append(f"  unused columns: {', '.join(self.unused)}")
         if "system" in self.unused:
             lines[-1] += "; columns: {system: system_prompt} begins conversations with it"
         return "\n".join(lines)
+
+    def _headline(self) -> str:
+        examples = f" as {self.examples:,} examples" if self.examples != self.kept else ""
+        of = "" if self.available is None else f" of {self.available:,}"
+        trained = f", {self.trained_tokens:,} of them trained" if self.trained_tokens else ""
+        rows = f"{self.read:,} rows read{of}, {self.kept:,} kept{examples}"
+        return f"{self.source}: {rows}; {self.total_tokens:,} tokens{trained}"
 
 
 def summarize(
@@ -109,7 +114,9 @@ def summarize(
 ) -> tuple[npt.NDArray[np.int64], Accounting]:
     """The examples to keep, and the account of all rows; ``labeled``: whether there is a column `desirable`."""
     table = encoded.with_format("arrow")[:]  # memory-mapped where the dataset is
-    kinds, rows, problems = (table[name] for name in ("_kind", "_row", "_problem"))
+    kinds = table["_kind"]
+    rows = table["_row"]
+    problems = table["_problem"]
     kept = np.flatnonzero(pc.is_null(kinds))
     skipped = {each["values"]: each["counts"] for each in pc.value_counts(kinds.drop_null()).to_pylist()}
     firsts = {kind: pc.index(kinds, kind).as_py() for kind in skipped}
@@ -118,7 +125,8 @@ def summarize(
     desirable = _total(table["desirable"]) if labeled else 0
     statements, contradictions = pc.list_flatten(table["_digests"]).to_numpy().reshape(-1, 2).T
     first = {kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()}
-    first |= {"special": records.where(rows[special].as_py())} if special >= 0 else {}
+    if special >= 0:
+        first["special"] = records.where(rows[special].as_py())
     return kept, Accounting(
         source=records.source,
         read=len(records.dataset),

@@ -32,11 +32,14 @@ def as_written(dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, of_file: 
     read_again: dict[str, list[Any]] = {}
     kinds: dict[str, Any] = {}
     for name in changed_columns(dataset, of_file=of_file):
-        values, kind = [row.get(name) for row in rows], dataset.features[name]
+        values = [row.get(name) for row in rows]
+        kind = dataset.features[name]
         if _has_times(kind):
-            read_again[name], kinds[name] = values, _without_times(kind)
+            read_again[name] = values
+            kinds[name] = _without_times(kind)
         else:
-            read_again[name], kinds[name] = [_as_text(value) for value in values], Value("string")
+            read_again[name] = [_as_text(value) for value in values]
+            kinds[name] = Value("string")
     if not read_again:
         return dataset
     texts = Dataset.from_dict(read_again, features=Features(kinds))

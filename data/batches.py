@@ -54,7 +54,9 @@ class Batches:
             raise ValueError(f"Batches: wanted epochs or steps, one of them; got epochs={epochs}, steps={steps}")
         if seed < 0:
             raise ValueError(f"Batches: seed must be >= 0, got {seed}")
-        self.batch_size, self.micro_tokens, self.ranks = batch_size, micro_tokens, ranks
+        self.batch_size = batch_size
+        self.micro_tokens = micro_tokens
+        self.ranks = ranks
         self.end = steps * batch_size if steps is not None else epochs * len(self.lengths)  # type: ignore[operator]
         # A step may lie across two epochs, so two permutations are kept.
         size = len(self.lengths)
@@ -67,13 +69,14 @@ class Batches:
         """The examples of a step, in the order of the stream."""
         if not 0 <= step < len(self):
             raise IndexError(f"Batches: wanted a step in [0, {len(self)}), got {step}")
-        start, size = step * self.batch_size, len(self.lengths)
+        size = len(self.lengths)
+        start = step * self.batch_size
         stop = min(start + self.batch_size, self.end)
-        return [
-            index
-            for epoch in range(start // size, -(-stop // size))
-            for index in self._order(epoch)[max(0, start - epoch * size) : stop - epoch * size].tolist()
-        ]
+        indices: list[int] = []
+        for epoch in range(start // size, -(-stop // size)):
+            begin = epoch * size
+            indices += self._order(epoch)[max(0, start - begin) : stop - begin].tolist()
+        return indices
 
     def plan(self, step: int) -> list[list[list[int]]]:
         """The micro-batches of each rank, see `balanced`."""
@@ -94,12 +97,16 @@ def balanced(cost: Sequence[int], ranks: int, micro_tokens: int | None) -> list[
     plan = []
     for parts in packed:
         even = _spread([position for part in parts for position in part], cost, count)
-        if any(
-            micro_tokens is not None and len(part) > 1 and sum(cost[p] for p in part) > micro_tokens for part in even
-        ):
+        if micro_tokens is not None and any(_exceeds(part, cost, micro_tokens) for part in even):
             even = parts + [[] for _ in range(count - len(parts))]
-        plan.append(sorted(map(sorted, even), key=lambda part: part[0] if part else len(cost)))
+        in_order = map(sorted, even)
+        plan.append(sorted(in_order, key=lambda part: part[0] if part else len(cost)))
     return plan
+
+
+def _exceeds(positions: Sequence[int], cost: Sequence[int], limit: int) -> bool:
+    """True if a micro-batch of several examples costs more than it may."""
+    return len(positions) > 1 and sum(cost[position] for position in positions) > limit
 
 
 def first_fit(positions: Sequence[int], cost: Sequence[int], limit: int) -> list[list[int]]:
@@ -131,7 +138,8 @@ def token_cost(dataset: datasets.Dataset, *, shared_prompt: bool) -> npt.NDArray
     """Tokens of each example: its completions, and its prompt once (``shared_prompt``) or once per completion."""
     costs: list[npt.NDArray[np.int64]] = []
     for table in dataset.select_columns(["prompt", "completions"]).with_format("arrow").iter(batch_size=1000):
-        prompt, completions = (table[name].combine_chunks() for name in ("prompt", "completions"))
+        prompt = table["prompt"].combine_chunks()
+        completions = table["completions"].combine_chunks()
         count = pc.list_value_length(completions).to_numpy()
         lengths = pc.list_value_length(pc.list_flatten(completions)).to_numpy()
         total = np.bincount(np.repeat(np.arange(len(count)), count), weights=lengths, minlength=len(count))

@@ -1,7 +1,7 @@
-"""Calls that may never end or may take all memory, such as those of a chat template, tried in a child process first.
+"""Calls that may never end or may take all memory, such as a chat template's, tried in a child process first.
 
-The child is a fork, which takes milliseconds, and has limits of processor time and of memory. Its result is lost; what
-it proves is that this process can make the same call.
+The child is a fork, which takes milliseconds, and has limits of processor time and of memory. Its result is lost; it
+proves that this process can make the same call.
 """
 
 import gc
@@ -57,7 +57,8 @@ def _be_child(function: Callable[[], Any], seconds: int, size: int) -> None:
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-        if (held := _held()) is not None:
+        held = _held()
+        if held is not None:
             resource.setrlimit(resource.RLIMIT_AS, (held + size, held + size))
         function()
     except MemoryError:

@@ -1,6 +1,6 @@
 """Texts and conversations as token ids, the assistant's tokens among them, and whether two vocabularies agree.
 
-Two ways to find what is trained:
+Two ways to find the tokens to train:
 
     completion   all that the chat template adds to the prompt and its generation prompt, a trailing newline included;
                  plain completions end with the EOS token. Token ids are TRL's.
@@ -162,7 +162,7 @@ class Encoder:
         return _Turn(text, begin, shortened)
 
     def _trained(self, ids: list[int], numbers: list[int], spans: list[tuple[int, int]]) -> list[bool]:
-        """Mark the tokens of turns, each through its end token; ``numbers`` are those of their messages."""
+        """Mark the tokens of turns, each through its end token; ``numbers`` says which messages they are."""
         trained = [False] * len(ids)
         for number, (begin, stop) in zip(numbers, spans, strict=True):
             end = self._end_token(ids, begin, stop, number)
@@ -334,7 +334,7 @@ class Encoder:
     def _cut(self, text: str, turns: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text that ends with a turn, and the runs of its turns, given by their characters.
 
-        If a token spans the edge of one, the last turn alone is cut off: its tokens then follow those of the prompt, as
+        If a token spans the edge of one, the last turn alone is cut off: its tokens then follow the prompt's tokens, as
         when they are generated.
         """
         ids = self.bare(text)

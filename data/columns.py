@@ -138,7 +138,7 @@ def _columns_for(new: str, columns: Collection[str]) -> list[str]:
 
 
 def unused_options(features: Mapping[str, Any], layout: tuple[str, ...], uses: Callable[[str], bool]) -> list[str]:
-    """Of `OPTION_COLUMNS` those that plain text makes no use of, and arguments that the chat template does not use."""
+    """The `OPTION_COLUMNS` that plain text does not use, or the template's arguments that the chat template ignores."""
     texts = [features[name] for name in layout if name in TEXT_COLUMNS]
     if texts and all(getattr(kind, "dtype", "").endswith("string") for kind in texts):
         return [name for name in OPTION_COLUMNS if name in features]
@@ -264,7 +264,7 @@ def _with_system(values: dict[str, PlainOrChat], of_row: str, of_all: str) -> tu
     they keep another one. Plain text gets none.
 
     Raises:
-        BadRow: if a conversation has a system message of its own beside that of its row.
+        BadRow: if a conversation has a system message of its own, and its row has another one.
     """
     if not (of_row or of_all):
         return values, False

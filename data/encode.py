@@ -147,7 +147,7 @@ def encode_stepwise(
     beginning of the prompt.
 
     Args:
-        separator: what ends a step; its tokens never merge with those of the step.
+        separator: the text that ends a step; its tokens never merge with the step's tokens.
         train_on_last_step_only: label the solution as a whole, at its end.
     """
     encode = partial(examples.stepwise, separator=separator, train_on_last_step_only=train_on_last_step_only)
@@ -197,7 +197,7 @@ def _encode(
 
 
 def _with_same_columns(tables: Sequence[Dataset]) -> list[Dataset]:
-    """The columns that all tables have; those of different types become float64."""
+    """The columns that all tables have; a column whose types differ becomes float64."""
     features = Features()
     for name in tables[0].column_names:
         if all(name in table.column_names for table in tables):
@@ -220,10 +220,7 @@ def _encode_part(
 ) -> tuple[Dataset, Accounting]:
     """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a further column that it makes."""
     source = records.dataset
-    try:
-        layout = columns.find_layout(source.column_names, layouts)
-    except ValueError as error:
-        raise DataError(f"{records.source}: {error}") from None
+    layout = _layout_of(records, layouts)
     prompts_only = layouts == columns.PROMPTS
     made = {**COLUMNS, **(annotation or {}), **NOTES}
     numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
@@ -249,20 +246,32 @@ def _encode_part(
         skip = "" if bad.kind == "setting" else "; --on_bad_row skip leaves such rows out, and counts them"
         raise DataError(f"{records.where(bad.row)}: {bad.problem}{skip}") from None
 
-    unused: list[str] = []
-    if not prompts_only:  # whose other columns are for rewards
-        unused += [name for name in source.column_names if name not in {*structures, *numeric}]
+    read = set(source.column_names) if prompts_only else {*structures, *numeric}  # others of prompts are for rewards
+    unused = [name for name in source.column_names if name not in read]
     unused += columns.unused_options(source.features, layout, encoder.uses)
     labeled = "desirable" in (annotation or {})
     kept, accounting = summarize(encoded, records, labeled=labeled, max_length=options.max_length, unused=unused)
     if not len(kept):
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
-    if start:
-        rows = encoded.data.column("_row").to_numpy() + start
-        encoded = encoded.remove_columns("_row").add_column("_row", rows)
+    encoded = _numbered_from(start, encoded)
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
     return encoded.remove_columns([name for name in NOTES if name != "_row"]), accounting
+
+
+def _layout_of(records: Records, layouts: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    try:
+        return columns.find_layout(records.dataset.column_names, layouts)
+    except ValueError as error:
+        raise DataError(f"{records.source}: {error}") from None
+
+
+def _numbered_from(start: int, encoded: Dataset) -> Dataset:
+    """The examples of a part with their rows counted through all parts, of which it begins at ``start``."""
+    if not start:
+        return encoded
+    rows = encoded.data.column("_row").to_numpy() + start
+    return encoded.remove_columns("_row").add_column("_row", rows)
 
 
 def _features_of(source: Dataset, names: Collection[str]) -> dict[str, Any]:

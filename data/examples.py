@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from .chat import Encoder
-from .columns import BadRow, ParsedRow
+from .columns import BadRow, Message, ParsedRow
 
 TrainOn = Literal["auto", "assistant", "completion", "all"]
 
@@ -79,8 +79,9 @@ class EncodedExample(NamedTuple):
     """An example and its notes.
 
     ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions; ``annotation``: its
-    label, score, ranks or step labels; ``digests``: of what its row says, and of what would contradict that;
-    ``ends``: the tokens that end its completions before `max_length` cuts them, or would end one of its prompt.
+    label, score, ranks or step labels; ``digests``: a name of its row's contents, and the name of a row that would
+    contradict it; ``ends``: the tokens that end its completions before `max_length` cuts them, or would end a
+    completion of its prompt.
     """
 
     example: Example
@@ -93,18 +94,22 @@ class EncodedExample(NamedTuple):
 
 def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: Tokenization) -> list[EncodedExample]:
     """One completion of one prompt, as `encode_supervised` describes it, in one or more examples."""
-    encoded, beyond = [], 0
+    encoded = []
+    beyond = 0  # tokens before the first trained one of an example that is cut off whole
     for tokens, mask, shortened in _supervised_tokens(row, encoder, train_on):
         full = _sequence(tokens, mask)
         if full is None:
             raise BadRow("empty", "no token is left to train on; give it an answer or remove the row")
         excess = limit.excess(full)
-        ids, trained = full.prompt + full.completions[0], [False] * len(full.prompt) + full.trained[0]
+        ids = full.prompt + full.completions[0]
+        trained = [False] * len(full.prompt) + full.trained[0]
         kept = slice(len(ids) - excess) if limit.truncation == "keep_start" else slice(excess, None)
-        if cut := _sequence(ids[kept], trained[kept]):
+        cut = _sequence(ids[kept], trained[kept])
+        if cut is not None:
             ends = tuple(encoder.end_tokens(tokens, mask))
             encoded.append(EncodedExample(cut, truncated=excess > 0, shortened=shortened, ends=ends))
-        beyond = beyond if cut else beyond or len(full.prompt)
+        elif not beyond:
+            beyond = len(full.prompt)
     if not encoded:
         kind = "fully masked" if row.prompt is None else "prompt too long"
         raise limit.refuse(kind, f"{beyond} tokens precede the first trained one")
@@ -142,7 +147,8 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Encod
         if len({tuple(completion[:1]) for completion in completions}) > 1:
             raise BadRow("no prompt", "the prompt is empty, so nothing predicts the first token; give a prompt")
         prompt = completions[0][:1]
-        completions, masks = [completion[1:] for completion in completions], [mask[1:] for mask in masks]
+        completions = [completion[1:] for completion in completions]
+        masks = [mask[1:] for mask in masks]
     if not all(completions):
         raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
     if _repeats(completions):
@@ -181,7 +187,8 @@ def stepwise(
     row: ParsedRow, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: Tokenization
 ) -> EncodedExample:
     """The steps of one solution as one completion, and a label for each trained token."""
-    full, labels = solution(row, encoder, separator=separator), list(row.annotation)
+    full = solution(row, encoder, separator=separator)
+    labels = list(row.annotation)
     excess = limit.excess(full)
     cut = _cut(full, excess, limit)
     if excess and limit.truncation == "keep_start":
@@ -209,7 +216,9 @@ def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
     assert row.prompt is not None
     if isinstance(row.prompt, str):
         bos = encoder.tokenizer.bos_token_id
-        prompt = [*([] if bos is None else [bos]), *encoder.bare(row.prompt)]
+        prompt = encoder.bare(row.prompt)
+        if bos is not None:
+            prompt.insert(0, bos)
     else:
         prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
     if not prompt:
@@ -227,8 +236,7 @@ def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> l
     (text,) = row.completions
     before = row.prompt if isinstance(row.prompt, list) else []
     if train_on == "auto":
-        is_conversation = isinstance(text, list) and (row.prompt is None or len(text) > 1)
-        train_on = "assistant" if is_conversation else "all" if row.prompt is None else "completion"
+        train_on = _default_train_on(row.prompt, text)
     if train_on == "assistant":
         if isinstance(text, str):
             raise ValueError("train_on='assistant' wants conversations, got plain text; choose 'completion' or 'all'")
@@ -245,12 +253,19 @@ def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> l
     return [(prompt + completion, [False] * len(prompt) + mask, shortened)]
 
 
+def _default_train_on(prompt: str | list[Message] | None, completion: str | list[Message]) -> TrainOn:
+    if isinstance(completion, list) and (prompt is None or len(completion) > 1):
+        return "assistant"
+    return "all" if prompt is None else "completion"
+
+
 def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
-    """Prompt: what precedes the first trained token, at least one token. What follows the last has no effect."""
+    """The prompt ends before the first trained token, and has one token at least; the completion ends with the last."""
     targets = [position for position, train in enumerate(trained) if train and position]
     if not targets:
         return None
-    first, end = targets[0], targets[-1] + 1
+    first = targets[0]
+    end = targets[-1] + 1
     return Example(ids[:first], [ids[first:end]], [trained[first:end]])
 
 
@@ -263,7 +278,9 @@ def _cut(full: Example, excess: int, limit: Tokenization) -> Example:
         left = limit.max_length - len(full.prompt)
         if left <= 0:
             raise limit.refuse("prompt too long", f"the prompt has {len(full.prompt)} tokens")
-        return Example(full.prompt, [ids[:left] for ids in full.completions], [mask[:left] for mask in full.trained])
+        completions = [ids[:left] for ids in full.completions]
+        trained = [mask[:left] for mask in full.trained]
+        return Example(full.prompt, completions, trained)
     if excess >= len(full.prompt):
         longest = max(map(len, full.completions))
         raise limit.refuse("answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt")
@@ -281,5 +298,9 @@ def _repeats(completions: Sequence[list[int]]) -> bool:
 
 def _digest(*parts: Sequence[int]) -> int:
     """Name the contents of a row, so that contradictions are found without holding their tokens."""
-    content = array("q", [number for part in parts for number in (len(part), *part)]).tobytes()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)
+    numbers = array("q")
+    for part in parts:
+        numbers.append(len(part))
+        numbers.extend(part)
+    digest = hashlib.blake2b(numbers.tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

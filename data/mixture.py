@@ -61,21 +61,21 @@ class Part:
     def read(self, **options: Any) -> Records:
         """All rows as they are stored; see `reshaped`."""
         options |= {name: getattr(self, name) for name in ("name", "split", "revision", "data_files", "data_dir")}
-        records = load(self.path, **{name: value for name, value in options.items() if value is not None})
-        is_text = isinstance(self.path, str)
-        return replace(records, source=records.source + f"#{self.split}" * bool(is_text and self.split))
+        given = {name: value for name, value in options.items() if value is not None}
+        records = load(self.path, **given)
+        if isinstance(self.path, str) and self.split:
+            return replace(records, source=f"{records.source}#{self.split}")
+        return records
 
     def reshaped(self, records: Records) -> Records:
         """Rows under the requested names of columns, as conversations if requested."""
         dataset = records.dataset
-        for name in self.columns or ():  # of a struct, such as reward_model.ground_truth
-            if name not in dataset.column_names and (outer := name.partition(".")[0]) in dataset.column_names:
-                inner = dataset.select_columns([outer]).flatten()
-                inner = inner.select_columns([name] if name in inner.column_names else [])
-                dataset = datasets.concatenate_datasets([dataset, inner], axis=1)
-        if absent := [name for name in self.columns or () if name not in dataset.column_names]:
-            there = ", ".join(dataset.column_names)
-            raise DataError(f"{records.source}: columns: there is no {absent[0]!r}; there are {there}")
+        for name in self.columns or ():
+            dataset = _with_inner(dataset, name)
+        for name in self.columns or ():
+            if name not in dataset.column_names:
+                there = ", ".join(dataset.column_names)
+                raise DataError(f"{records.source}: columns: there is no {name!r}; there are {there}")
         if isinstance(self.columns, Mapping):
             dataset = _renamed(dataset, self.columns)
         elif self.columns is not None:
@@ -85,10 +85,20 @@ class Part:
         return replace(records, dataset=dataset, system_prompt=self.system_prompt or "")
 
 
+def _with_inner(dataset: Dataset, name: str) -> Dataset:
+    """The dataset with a column of a struct, such as reward_model.ground_truth, beside the struct itself."""
+    outer = name.partition(".")[0]
+    if name in dataset.column_names or outer not in dataset.column_names:
+        return dataset
+    inner = dataset.select_columns([outer]).flatten()
+    inner = inner.select_columns([name] if name in inner.column_names else [])
+    return datasets.concatenate_datasets([dataset, inner], axis=1)
+
+
 def load_data(
     data: Any, eval_data: Any = None, *, seed: int = 0, streaming: bool = False
 ) -> tuple[list[Records], list[Records]]:
-    """The rows to train on, and those that are held out, by their parts.
+    """The rows to train on, and the held-out rows, by their parts.
 
     Args:
         data: text, a mapping with the fields of `Part`, a list of them, a mapping of paths to weights, or rows.
@@ -110,17 +120,20 @@ def load_data(
         held_out = [replace(part, **{"weight": 1.0, "fraction": None, **eval_data}) for part in parts]
     else:
         held_out = [] if eval_data is None else named_parts(eval_data)
-    train, rest = [] if streaming else _weighted(parts, seed), _weighted(held_out, seed)
+    train = [] if streaming else _weighted(parts, seed)
+    rest = _weighted(held_out, seed)
     _warn_of_shared(train, rest)
     return train, rest
 
 
 def _warn_of_shared(train: Sequence[Records], held_out: Sequence[Records]) -> None:
-    """Say how many held-out rows are trained on as well; what is measured on them is no measure of anything new."""
+    """Say how many held-out rows are trained on as well: measuring them measures nothing new."""
     if not (train and held_out):
         return
-    trained, measured = (np.concatenate([_hashes(part.dataset, 0) for part in parts]) for parts in (train, held_out))
-    if shared := int(np.isin(measured, trained).sum()):
+    trained = np.concatenate([_hashes(part.dataset, 0) for part in train])
+    measured = np.concatenate([_hashes(part.dataset, 0) for part in held_out])
+    shared = int(np.isin(measured, trained).sum())
+    if shared:
         log.warning("eval_data: %d of its %d rows are also trained on; name others", shared, len(measured))
 
 
@@ -151,11 +164,16 @@ _FIELDS = [field.name for field in fields(Part)]
 
 def named_parts(data: Data | Mapping[str, Any]) -> list[Part]:
     """The parts that `data` names, not read yet."""
-    if isinstance(data, list | tuple) and data and all(isinstance(p, str | Records) or "path" in p for p in data):
+    if isinstance(data, list | tuple) and data and all(map(_names_part, data)):
         return [_part(part) for part in data]
     if isinstance(data, Mapping) and data and all(isinstance(weight, int | float) for weight in data.values()):
         return [_part({"path": path, "weight": weight}) for path, weight in data.items()]
     return [_part(data)]
+
+
+def _names_part(entry: Any) -> bool:
+    """True for a text or a mapping with a path; false for a row."""
+    return isinstance(entry, str | Records) or "path" in entry
 
 
 def _part(data: Any) -> Part:
@@ -166,7 +184,9 @@ def _part(data: Any) -> Part:
             raise DataError(f"data: a part has no {name!r}; it has {', '.join(_FIELDS)}")
     if "path" not in given:
         raise DataError("data: a part has no 'path', which is a file, a directory, or the name of a dataset on the Hub")
-    part = Part(**given | (parse_name(given["path"]) if isinstance(given["path"], str) else {}))
+    if isinstance(given["path"], str):
+        given |= parse_name(given["path"])
+    part = Part(**given)
     for name in ("weight", "fraction"):
         value = getattr(part, name)
         if value is not None and not (isinstance(value, int | float) and value > 0):
@@ -180,7 +200,8 @@ def _weighted(parts: Sequence[Part], seed: int) -> list[Records]:
         wanted = "set streaming=True, and steps; eval_data is read at once: give it as rows, a file or a Dataset"
         raise DataError(f"data: an IterableDataset is read step by step; {wanted}")
     sizes = [len(records.dataset) for records in loaded]
-    weights, fractions = [part.weight for part in parts], [part.fraction for part in parts if part.fraction is not None]
+    weights = [part.weight for part in parts]
+    fractions = [part.fraction for part in parts if part.fraction is not None]
     if fractions:
         if len(fractions) < len(parts):
             raise DataError("data: fraction: give one to each part of a mixture, or to none")
@@ -192,12 +213,13 @@ def _weighted(parts: Sequence[Part], seed: int) -> list[Records]:
             raise DataError(f"{records.source}: weight: {weight:g} of its {size:,} rows is none; raise it")
         if (times, rest) != (1, 0):
             drawn = permutation(size, seed, number, 1)[:rest]
-            loaded[number] = records.pick(np.sort(np.concatenate([*[np.arange(size)] * times, drawn])))
+            every = np.tile(np.arange(size), times)
+            loaded[number] = records.pick(np.sort(np.concatenate([every, drawn])))
     return loaded
 
 
 def _hold_out(parts: list[Records], amount: float, seed: int) -> tuple[list[Records], list[Records]]:
-    """Hold out the rows with the lowest hashes of what they say."""
+    """Hold out the rows with the lowest hashes of their texts."""
     keys = [_hashes(part.dataset, seed) for part in parts]
     every = np.sort(np.concatenate(keys))
     count = round(amount * len(every)) if amount < 1 else int(amount)
@@ -205,10 +227,21 @@ def _hold_out(parts: list[Records], amount: float, seed: int) -> tuple[list[Reco
         wanted = "wanted a share in (0, 1), or a number of rows that leaves others to train on"
         raise DataError(f"eval_data: {wanted}, got {amount} of {len(every):,} rows")
     is_held_out = [key <= every[count - 1] for key in keys]
-    train = [part.pick(np.flatnonzero(~held)) for part, held in zip(parts, is_held_out, strict=True) if not held.all()]
-    rest = [part.pick(np.flatnonzero(held)) for part, held in zip(parts, is_held_out, strict=True) if held.any()]
-    # Each of them once, whatever the weight.
-    return train, [part.pick(np.unique(part.picked, return_index=True)[1]) for part in rest if part.picked is not None]
+    train = []
+    rest = []
+    for part, held in zip(parts, is_held_out, strict=True):
+        if not held.all():
+            train.append(part.pick(np.flatnonzero(~held)))
+        if held.any():
+            rest.append(_once(part.pick(np.flatnonzero(held))))
+    return train, rest
+
+
+def _once(records: Records) -> Records:
+    """Each row once, whatever the weight of its part."""
+    assert records.picked is not None
+    _, first = np.unique(records.picked, return_index=True)
+    return records.pick(first)
 
 
 def _hashes(dataset: Dataset, seed: int) -> npt.NDArray[np.uint64]:
@@ -222,7 +255,7 @@ def _hashes(dataset: Dataset, seed: int) -> npt.NDArray[np.uint64]:
 
 
 def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
-    """Give columns new names, which take the place of columns that have them; join those with one new name."""
+    """Give columns new names, which take the place of columns that have them; join columns with one new name."""
     sources: dict[str, list[str]] = {}
     for old, new in names.items():
         sources.setdefault(new, []).append(old)
@@ -233,17 +266,22 @@ def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
             dataset = dataset.map(
                 _joined, batched=True, fn_kwargs=joined, remove_columns=several, desc=f"Joining {new}"
             )
-    return dataset.rename_columns({old[0]: new for new, old in sources.items() if len(old) == 1 and old[0] != new})
+    renamed = {several[0]: new for new, several in sources.items() if len(several) == 1}
+    return dataset.rename_columns({old: new for old, new in renamed.items() if old != new})
 
 
 def _joined(rows: Mapping[str, list[Any]], new: str, several: Sequence[str]) -> dict[str, list[str]]:
-    texts = zip(*(rows[name] for name in several), strict=True)
-    return {new: ["\n\n".join(str(text) for text in row if text) for row in texts]}
+    joined = []
+    for texts in zip(*(rows[name] for name in several), strict=True):
+        joined.append("\n\n".join(str(text) for text in texts if text))
+    return {new: joined}
 
 
 def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Dataset:
-    """Plain prompts and completions as conversations, the prompts with this system message first; `read_row` puts it
-    before conversations that hold their prompts."""
+    """Plain prompts and completions as conversations, the prompts with this system message first.
+
+    `read_row` puts it before conversations that hold their prompts.
+    """
     roles = {"prompt": "user", "completion": ASSISTANT, "chosen": ASSISTANT, "rejected": ASSISTANT}
     roles = {name: role for name, role in roles.items() if name in dataset.column_names}
     is_plain = {name: is_text(dataset.features[name]) for name in roles}
@@ -278,12 +316,15 @@ def _as_messages(
 
 
 def _begun(rows: Mapping[str, list[Any]], system_prompt: str) -> dict[str, list[Any]]:
-    """Prompts that are conversations, with the system message where they and their rows have none: rewards and
-    environments see it too."""
+    """Prompts that are conversations, with the system message where they and their rows have none.
+
+    Rewards and environments see it too.
+    """
     prompts = []
     of_rows = rows.get("system_prompt") or [None] * len(rows["prompt"])
     for of_row, prompt in zip(of_rows, rows["prompt"], strict=True):
-        if system_prompt and not of_row and isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):
+        is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping)
+        if system_prompt and not of_row and is_conversation:
             role, content = ("role", "content") if prompt[0].get("role") else ("from", "value")
             if prompt[0].get(role) not in ("system", "developer"):
                 prompt = [{role: "system", content: system_prompt}, *prompt]

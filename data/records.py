@@ -112,13 +112,21 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
         raise DataError(
             f"{records.source}: Dataset.with_transform changes rows as they are read; use Dataset.map instead"
         )
-    if records.dataset.info.builder_name == "json" and (changed := changed_columns(records.dataset, of_file=True)):
-        names = ", ".join(changed)
+    if records.dataset.info.builder_name == "json":
+        _warn_of_changed(records)
+    return replace(records, dataset=records.dataset.with_format(None))
+
+
+def _warn_of_changed(records: Records) -> None:
+    """Say which columns of JSON hold texts that `datasets` reads as times or numbers."""
+    changed = changed_columns(records.dataset, of_file=True)
+    if changed:
         log.warning(
             "%s: texts of %s are read as times or numbers, and are so for rewards; "
-            "name each file as a part to have them as text", records.source, names
-        )  # fmt: skip
-    return replace(records, dataset=records.dataset.with_format(None))
+            "name each file as a part to have them as text",
+            records.source,
+            ", ".join(changed),
+        )
 
 
 def parse_name(text: str) -> dict[str, str]:
@@ -131,7 +139,9 @@ def parse_name(text: str) -> dict[str, str]:
     if _reader(Path(path)) or Path(path).exists():
         return {"path": path}
     match = re.fullmatch(r"(?P<path>[^:@]*)(:(?P<name>[^@]+))?(@(?P<revision>.+))?", path)
-    return {key: value for key, value in match.groupdict().items() if value} if match else {"path": path}
+    if match is None:
+        return {"path": path}
+    return {key: value for key, value in match.groupdict().items() if value}
 
 
 def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records:
@@ -147,18 +157,28 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
         return Records(_from_hub(path, source, split, **options, **streamed), source)
     if not file.exists() and "*" not in path:
         raise DataError(f"{path}: no such file")
-    # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
-    options = {"encoding": "utf-8-sig"} if reader in ("json", "csv") else {}
-    options |= _csv_options(_first(file)) if reader == "csv" else {}
+    return _from_file(path, reader, split, **streamed)
+
+
+def _from_file(path: str, reader: str, split: str, **streamed: Any) -> Records:
+    """The rows of a file, or of all files that a pattern matches."""
+    file = Path(path)
+    options: dict[str, Any] = {}
+    if reader in ("json", "csv"):
+        # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
+        options["encoding"] = "utf-8-sig"
+    if reader == "csv":
+        options |= _csv_options(_first(file))
     with quiet():
         try:
             dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
         except Exception as error:  # the readers raise any error of their parsers
             raise DataError(_diagnose(file, reader, error)) from error
-    if reader == "json" and file.exists() and not streamed and changed_columns(dataset, of_file=True):
+    is_one_json_file = reader == "json" and file.exists()
+    if is_one_json_file and not streamed and changed_columns(dataset, of_file=True):
         dataset = _with_texts(file, split)
-    # Of a part of a file we don't know the first line.
-    return Records(dataset, file.name, file if reader == "json" and split == "train" and file.exists() else None)
+    has_known_lines = is_one_json_file and split == "train"  # of a part of a file we don't know the first line
+    return Records(dataset, file.name, file if has_known_lines else None)
 
 
 def _with_texts(file: Path, split: str) -> Dataset:
@@ -169,7 +189,9 @@ def _with_texts(file: Path, split: str) -> Dataset:
 
 
 def _reader(file: Path) -> str | None:
-    return READERS.get((file.with_suffix("") if file.suffix in COMPRESSED else file).suffix)
+    if file.suffix in COMPRESSED:
+        file = file.with_suffix("")
+    return READERS.get(file.suffix)
 
 
 def _open(file: Path, mode: str = "rb", **options: Any) -> Any:
@@ -183,7 +205,8 @@ def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
             found = datasets.load_dataset_builder(str(path)).config.data_files or {}
             read = {Path(file).resolve() for files in found.values() for file in files}
             rows = [file for file in sorted(path.glob("[!._]*")) if _reader(file) and file.suffix != ".json"]
-            if left := [file.name for file in rows if file.resolve() not in read]:
+            left = [file.name for file in rows if file.resolve() not in read]
+            if left:
                 fix = f"name the files that are to be read as parts: data: [{path.name}/{left[0]}, ...]"
                 raise ValueError(f"{', '.join(left)} would be left out beside {min(read).name}; {fix}")
         dataset = datasets.load_from_disk(str(path)) if saved else _read(str(path), split=split, **streamed)
@@ -221,9 +244,10 @@ def _split_of(dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, 
     try:
         instruction = datasets.ReadInstruction.from_spec(split)
         parts = instruction.to_absolute({name: len(part) for name, part in splits.items()})
-    except (ValueError, AssertionError, TypeError) as error:  # a part of what is streamed has no length
+    except (ValueError, AssertionError, TypeError) as error:  # a part of a stream has no length
         raise DataError(f"{source}: no split '{split}'; there are {', '.join(map(str, splits))}") from error
-    return datasets.concatenate_datasets([splits[p.splitname].select(range(p.from_, p.to)) for p in parts])
+    selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    return datasets.concatenate_datasets(selected)
 
 
 def is_text(kind: Any) -> bool:
@@ -263,7 +287,8 @@ def _csv_options(path: Path) -> dict[str, Any]:
         file.seek(0)
         rows = csv.reader(file, delimiter=separator)
         header, cells = next(rows, []), next(rows, [])
-    if repeated := [name for name in header if name and header.count(name) > 1]:
+    repeated = [name for name in header if name and header.count(name) > 1]
+    if repeated:
         raise DataError(f"{path.name}: two columns are called {repeated[0]!r}; rename one of them")
     if len(cells) > len(header):  # the reader would take the first cell of each row for its number
         counts = f"row 1 has {len(cells)} cells and the header has {len(header)}"
@@ -289,21 +314,38 @@ def _diagnose(path: Path, reader: str, error: Exception) -> str:
         return f"{path.name}: can't be read: {broken}"
     if not content.strip() or "no data" in _root(error):
         return f"{path.name}: no rows"
+    problem = ""
     if reader == "json" and content.lstrip()[:1] == b"[":
-        try:
-            json.loads(content)
-        except ValueError as wrong:
-            if is_whole:
-                return f"{path.name}: not JSON: {wrong}"
-        except RecursionError:
-            return f"{path.name}: not JSON of rows: nested too deeply"
+        problem = _problem_of_list(content, is_whole)
     elif reader == "json":
-        lines = content.split(b"\n")
-        for number, line in enumerate(lines if is_whole else lines[:-1], 1):
-            if line.strip() and (problem := _problem_of_line(line)):
-                return f"{path.name} line {number}: {problem}; fix or remove the line"
-    fix = "; set HF_HOME to a directory with room that can be written" if "[Errno" in _root(error) else ""  # of a cache
+        problem = _problem_of_lines(content, is_whole)
+    if problem:
+        return f"{path.name}{problem}"
+    cache_advice = "; set HF_HOME to a directory with room that can be written"
+    fix = cache_advice if "[Errno" in _root(error) else ""
     return f"{path.name}: the {reader} reader failed: {_root(error)}{fix}"
+
+
+def _problem_of_list(content: bytes, is_whole: bool) -> str:
+    """The mistake in a file that is one JSON list; empty if there is none, or only its beginning was read."""
+    try:
+        json.loads(content)
+    except ValueError as wrong:
+        return f": not JSON: {wrong}" if is_whole else ""
+    except RecursionError:
+        return ": not JSON of rows: nested too deeply"
+    return ""
+
+
+def _problem_of_lines(content: bytes, is_whole: bool) -> str:
+    """The first mistake in a file of JSON lines, with the number of its line; empty if there is none."""
+    lines = content.split(b"\n")
+    complete = lines if is_whole else lines[:-1]
+    for number, line in enumerate(complete, 1):
+        problem = _problem_of_line(line) if line.strip() else None
+        if problem:
+            return f" line {number}: {problem}; fix or remove the line"
+    return ""
 
 
 def _problem_of_line(line: bytes) -> str | None:
@@ -316,7 +358,9 @@ def _problem_of_line(line: bytes) -> str | None:
         return "not JSON of a row: nested too deeply"
     except UnicodeError:
         return "not UTF-8 text"
-    return None if isinstance(value, dict) else f"wanted a JSON object with named columns, got {type(value).__name__}"
+    if isinstance(value, dict):
+        return None
+    return f"wanted a JSON object with named columns, got {type(value).__name__}"
 
 
 def _root(error: BaseException) -> str:
