@@ -102,7 +102,7 @@ def bench(operation: Operation, options: argparse.Namespace, report: dict[str, A
     """Measures case by case; each is added to the report, shown and saved when it is done.
 
     Raises:
-        ValueError: for what is wrong with the options, before anything is measured.
+        ValueError: if an option is wrong, before anything is measured.
     """
     isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
     with closing(Worker(isolate)) as worker:
@@ -146,7 +146,7 @@ def plan(
     Raises:
         CallFailed: if no process can be started.
         Unavailable: if the baseline needs a package that is not there.
-        ValueError: for what is wrong with the options.
+        ValueError: if an option is wrong.
     """
     if options.rounds < 1 or options.seconds < 0 or not all(0 <= share < 1 for share in options.dead_rows):
         raise ValueError("--rounds must be >= 1, --seconds >= 0, and --dead_rows in [0, 1)")

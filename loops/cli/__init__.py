@@ -274,7 +274,7 @@ def _advise_after_demo(config: Any) -> None:
 
 
 def _go_offline(config: Any) -> None:
-    """Where the Hub has no address, look for models among those that were downloaded, instead of trying for minutes."""
+    """Where the Hub has no address, look for models in the local cache, instead of trying for minutes."""
     from urllib.request import getproxies
 
     from huggingface_hub import constants

@@ -84,7 +84,7 @@ def _files_first(arguments: Sequence[str]) -> list[str]:
     return [token for flag in ordered for token in flag.tokens]
 
 
-def _exit(parser: Any, message: str) -> NoReturn:
+def _exit(parser: ArgumentParser, message: str) -> NoReturn:
     parser.exit(2, f"{parser.prog}: {message}\n{parser.prog} --help lists its fields\n")
 
 

@@ -32,16 +32,18 @@ def names() -> dict[str, Any]:
 
 
 class Unreadable(ValueError):
-    """A file of a launch line that can't be read, and whose name does not say what is in it."""
+    """A file of a launch line that can't be read, and whose name is no known preset either."""
 
 
 def expanded(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
-    """Given names, and with them what the files among their values say; flags win over files.
+    """Given names, and the names that files among their values give; flags win over files.
 
     Returns:
         Names and values; notes; and why a name is refused.
     """
-    words, notes, refused = dict(given), list[str](), dict[str, str]()
+    words = dict(given)
+    notes: list[str] = []
+    refused: dict[str, str] = {}
     for name, read in _FILES.items():
         value = words.get(name)
         if value in _OFF:
@@ -57,7 +59,7 @@ def expanded(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], dict[
 
 
 def _accelerate_file(value: Any) -> tuple[dict[str, Any], list[str]]:
-    """The keys of a file of accelerate's, or those that its name stands for."""
+    """The keys of a file of accelerate's, or the preset's keys that its name stands for."""
     path = Path(str(value))
     if not path.is_file():
         preset = names()["presets"].get(_plain(path.stem))
@@ -73,7 +75,7 @@ def _accelerate_file(value: Any) -> tuple[dict[str, Any], list[str]]:
             found |= _flat(key, each or {})
         else:
             found[names()["renamed"].get(key, key)] = each
-    found = {name: each for name, each in found.items() if name in _OFF_IS_ASKED or (each not in _OFF and each != [])}
+    found = {name: each for name, each in found.items() if _asks(name, each)}
     if found.get("compute_environment") == "LOCAL_MACHINE":
         del found["compute_environment"]
     if found.get("distributed_type") == "NO":
@@ -81,6 +83,11 @@ def _accelerate_file(value: Any) -> tuple[dict[str, Any], list[str]]:
     if keys.get("parallelism_config"):
         found["use_parallelism_config"] = True
     return found, []
+
+
+def _asks(name: str, value: Any) -> bool:
+    """True unless a key of the file is off, which asks for nothing but with a few names."""
+    return name in _OFF_IS_ASKED or (value not in _OFF and value != [])
 
 
 def _plain(stem: str) -> str:
@@ -111,27 +118,37 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
     """What a file of DeepSpeed's, or a mapping in its place, asks for, in the names of accelerate's flags."""
-    keys = value if isinstance(value, Mapping) else None
-    if keys is None and Path(str(value)).is_file():
-        keys = _mapping(Path(str(value)))
-    if keys is None:
-        preset = names()["presets"].get(_plain(Path(str(value)).stem), {})
+    path = Path(str(value))
+    if isinstance(value, Mapping):
+        keys = value
+    elif path.is_file():
+        keys = _mapping(path)
+    else:
+        preset = names()["presets"].get(_plain(path.stem), {})
         if "zero_stage" not in preset:
             raise Unreadable(f"there is no {value} here, and its name says no stage, as zero3.json does")
         return {**preset, "use_deepspeed": True}, [f"there is no {value} here; it is read by its name"]
-    if unknown := [key for key in keys if key not in names()["deepspeed_harmless"]]:
-        raise Unreadable(f"{unknown[0]} has no equivalent here; leave it out")
-    for part, ours in (("optimizer", "optimizer"), ("scheduler", "schedule")):
-        if part in keys:
-            raise Unreadable(f"its {part} is DeepSpeed's own; leave it out, and give {ours}, whose name burnish knows")
+    _refuse_deepspeed(keys)
     zero = keys.get("zero_optimization") or {}
     found = {"use_deepspeed": True, "zero_stage": zero.get("stage", 0)}
     for kind in ("optimizer", "param"):
-        found[f"offload_{kind}_device"] = (zero.get(f"offload_{kind}") or {}).get("device", "none")
+        offload = zero.get(f"offload_{kind}") or {}
+        found[f"offload_{kind}_device"] = offload.get("device", "none")
     for precision in ("bf16", "fp16"):
-        if (keys.get(precision) or {}).get("enabled") is True:  # or auto: as the flags say
+        settings = keys.get(precision) or {}
+        if settings.get("enabled") is True:  # or auto: as the flags say
             found["mixed_precision"] = precision
     return found, []
+
+
+def _refuse_deepspeed(keys: Mapping[str, Any]) -> None:
+    """Raise `Unreadable` if a file of DeepSpeed's asks for something that burnish does otherwise, or not at all."""
+    for key in keys:
+        if key not in names()["deepspeed_harmless"]:
+            raise Unreadable(f"{key} has no equivalent here; leave it out")
+    for part, ours in (("optimizer", "optimizer"), ("scheduler", "schedule")):
+        if part in keys:
+            raise Unreadable(f"its {part} is DeepSpeed's own; leave it out, and give {ours}, whose name burnish knows")
 
 
 def _fsdp_words(value: Any) -> tuple[dict[str, Any], list[str]]:
@@ -145,7 +162,8 @@ def _fsdp_words(value: Any) -> tuple[dict[str, Any], list[str]]:
     if "offload" in options:
         found["fsdp_offload_params"] = True
     known = {*strategies, "OFFLOAD", "AUTO_WRAP"}
-    if unknown := sorted(word for word in options if word.upper() not in known):
+    unknown = sorted(word for word in options if word.upper() not in known)
+    if unknown:
         raise Unreadable(
             f"{unknown[0]!r} is none of full_shard, shard_grad_op, hybrid_shard, no_shard, offload, auto_wrap"
         )
@@ -181,7 +199,7 @@ _FILES = {
 
 
 def sharding(trl: Translation) -> dict[str, Any]:
-    """The fields by which ranks share the model as a launch line asks; those that are set in our names win."""
+    """The fields by which ranks share the model as a launch line asks; fields set in our names win."""
     kind = _kind(trl)
     fields: dict[str, Any] = {}
     if kind == "deepspeed":
@@ -221,16 +239,20 @@ def _ranks(trl: Translation, name: str) -> int | None:
     return None if given is None else int(given)
 
 
+def _first_given(trl: Translation, candidates: Sequence[str]) -> str:
+    """The first of some names that is given; empty if none is."""
+    return next((name for name in candidates if name in trl.given), "")
+
+
 def _deepspeed(trl: Translation) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    name = next(
-        (each for each in ("accelerate_config", "deepspeed", "use_deepspeed") if each in trl.given), "zero_stage"
-    )
-    stage = trl.given.get("zero_stage")
-    stage = 2 if stage is None else int(stage)  # accelerate's
+    name = _first_given(trl, ["accelerate_config", "deepspeed", "use_deepspeed"]) or "zero_stage"
+    given = trl.given.get("zero_stage")
+    stage = 2 if given is None else int(given)  # accelerate's
     if stage not in (0, 1, 2, 3):
         return trl.refuse("zero_stage", f"{stage} is none of 0, 1, 2, 3", instead="parallel.dp_shard_size")
-    if stage and (ranks := _ranks(trl, name)):
+    ranks = _ranks(trl, name) if stage else None
+    if ranks:
         fields["parallel.dp_shard_size"] = ranks
         if stage < 3 and ranks > 1:
             trl.notes.append(
@@ -253,13 +275,14 @@ def _device(trl: Translation, kind: str) -> str:
 
 def _fsdp(trl: Translation) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    name = next((each for each in ("accelerate_config", "fsdp", "use_fsdp") if each in trl.given), "distributed_type")
+    name = _first_given(trl, ["accelerate_config", "fsdp", "use_fsdp"]) or "distributed_type"
     setting = next((each for each in _STRATEGY if trl.given.get(each) is not None), "")
     strategy = str(trl.given.get(setting, "FULL_SHARD")).upper()
     over = names()["strategies"].get(strategy)
     if over is None:
         return trl.refuse(setting, f"{strategy!r} is no way to shard", instead="parallel.dp_shard_size")
-    if over != "none" and (ranks := _ranks(trl, name)):
+    ranks = _ranks(trl, name) if over != "none" else None
+    if ranks:
         machines = int(trl.given.get("num_machines") or 1)
         fields["parallel.dp_shard_size"] = ranks // machines if over == "machine" else ranks
         if strategy in ("SHARD_GRAD_OP", "2", "HYBRID_SHARD_ZERO2", "5", "FALSE"):
@@ -307,29 +330,53 @@ def launched(
         Its flags under the names of `accelerate launch`; the variables before it; and notes.
     """
     variables = [word for word in words if re.match(r"[A-Za-z_]\w*=", word)]
-    first = next((n for n, word in enumerate(words) if word.startswith("-")), len(words))
-    known = {"accelerate", "launch", "torchrun", "deepspeed", "trl", "python", "python3", "uv", "run"}
-    left_out = [word for word in words[:first] if word not in variables and Path(word).name not in known]
+    programs = {Path(word).name for word in words}
     by_name: dict[str, str] = {}
     for name, values in flags:
         plain = name.replace("-", "_")
         by_name[names()["renamed"].get(plain, plain)] = " ".join(values) or "true"
-    if not {"accelerate", "torchrun"} & {Path(word).name for word in words}:
+    if programs.isdisjoint({"accelerate", "torchrun"}):
         by_name.pop("module", None)  # of Python itself
-    per_machine = by_name.pop("nproc_per_node", None) or by_name.pop("num_gpus", None)
-    machines = by_name.get("num_machines", "1")
-    if per_machine is not None and per_machine.isdigit() and machines.isdigit():
-        by_name["num_processes"] = str(int(per_machine) * int(machines))
-    elif per_machine is not None:  # such as gpu: as many as there are
-        by_name["nproc_per_node"] = per_machine
-    if "accelerate" in words and "accelerate_config" not in by_name and (default := _default_file()):
-        by_name["accelerate_config"] = str(default)
-    notes = [f"left out, as no launcher that burnish knows: {' '.join(left_out)}"] if left_out else []
-    if "accelerate" in words and not {"num_processes", "accelerate_config"} & by_name.keys():
-        notes.append(
-            "accelerate launch starts a process for each GPU of the machine; add --num_processes to count them"
-        )
+    _count_processes(by_name)
+    notes = []
+    left_out = _left_out(words)
+    if left_out:
+        notes.append(f"left out, as no launcher that burnish knows: {' '.join(left_out)}")
+    if "accelerate" in words:
+        if "accelerate_config" not in by_name:
+            default = _default_file()
+            if default:
+                by_name["accelerate_config"] = str(default)
+        if by_name.keys().isdisjoint({"num_processes", "accelerate_config"}):
+            notes.append(
+                "accelerate launch starts a process for each GPU of the machine; add --num_processes to count them"
+            )
     return [f"--{name}={value}" for name, value in by_name.items()], variables, notes
+
+
+def _left_out(words: Sequence[str]) -> list[str]:
+    """The words before the first flag that are neither variables nor launchers that are known."""
+    known = {"accelerate", "launch", "torchrun", "deepspeed", "trl", "python", "python3", "uv", "run"}
+    left_out = []
+    for word in words:
+        if word.startswith("-"):
+            break
+        is_variable = re.match(r"[A-Za-z_]\w*=", word)
+        if not is_variable and Path(word).name not in known:
+            left_out.append(word)
+    return left_out
+
+
+def _count_processes(flags: dict[str, str]) -> None:
+    """Replace the number of processes per machine, which torchrun and DeepSpeed name, by the number of all."""
+    per_machine = flags.pop("nproc_per_node", None) or flags.pop("num_gpus", None)
+    if per_machine is None:
+        return
+    machines = flags.get("num_machines", "1")
+    if per_machine.isdigit() and machines.isdigit():
+        flags["num_processes"] = str(int(per_machine) * int(machines))
+    else:  # such as gpu: as many as there are
+        flags["nproc_per_node"] = per_machine
 
 
 def _default_file() -> Path | None:

@@ -33,7 +33,7 @@ def entries(recipe: str) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     for part in (launch.names(), table(), table()["recipes"].get(recipe, {})):
         found |= {name: ("renamed", name) for name in part.get("same", ())}
-        if part is not launch.names():  # whose other names are those of files
+        if part is not launch.names():  # whose renamed names are keys of files
             found |= {name: ("renamed", field) for name, field in part.get("renamed", {}).items()}
         found |= {name: ("values", field) for name, field in part.get("values", {}).items()}
         found |= {name: ("ignored", why) for why, names in part.get("ignored", {}).items() for name in names}
@@ -70,7 +70,7 @@ def translate(
 
 
 def _values_last(recipe: str, given: Mapping[str, Any]) -> list[str]:
-    """The given names; last those that choose a value of a field, in the order of the table, where the last wins."""
+    """The given names; names that choose a field's value come last, in the order of the table, where the last wins."""
     order = {}
     for position, (name, (kind, _)) in enumerate(entries(recipe).items()):
         if kind == "values":
@@ -193,7 +193,7 @@ def read(
 
     Args:
         to_run: false only to show the translation. In a run in which no name is TRL's, all arguments remain; and its
-            processes are those that were started.
+            processes are the ones that were started.
     """
     own = {each.name: each.default for each in dataclasses.fields(config_class)}
     try:
@@ -297,7 +297,7 @@ def _unknown(recipe: str, own: Collection[str], words: _Words) -> dict[str, str]
 
 
 def _in_our_names(recipe: str, words: _Words, unknown: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our fields in files, those of groups with a dot; and those given by flags, as they were given."""
+    """Our fields in files, a group's fields by names with a dot; and the flags in our names, as they were given."""
     in_file = {}
     for name, value in words.file.items():
         if not _name(recipe, name) and name not in unknown:
@@ -322,7 +322,7 @@ def _given_twice(
     in_file: Collection[str],
     by_flag: Collection[str],
 ) -> dict[str, str]:
-    """Complaints about fields that both vocabularies give in one place: a flag may replace what a file says."""
+    """Complaints about fields that both vocabularies give in one place; a flag may replace a file's field."""
     flagged = {_name(recipe, name) for name in words.by_flag}
     twice = {}
     for field, sources in out.sources.items():
@@ -401,7 +401,7 @@ def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> s
 
 
 def messages(out: Translation) -> list[str]:
-    """List what a translation leaves out or changes, one line for each reason."""
+    """List the names that a translation leaves out and the meanings it changes, one line for each reason."""
     ignored = [f"no effect here: {', '.join(names)}: {why}" for why, names in out.ignored.items()]
     return [*ignored, *out.notes, *filter(None, [out.differ]), *out.silent]
 

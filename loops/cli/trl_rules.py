@@ -1,6 +1,6 @@
 """Rules of TRL's names that together make a field, or several; `trl_names.yaml` says which names each of them reads.
 
-A rule returns our fields, by their names, and those of a group with a dot.
+A rule returns our fields by their names; a group's fields have a dot in theirs.
 """
 
 import math
@@ -31,10 +31,11 @@ class Translation:
     """One configuration on its way from TRL's names to our fields.
 
     Attributes:
-        given: TRL's names and values; a rule reads those that are missing, or null, from ``defaults``.
+        given: TRL's names and values; a rule reads missing names, and null ones, from ``defaults``.
         known, elsewhere: our fields, and the values of those among them that are set in our own vocabulary.
         ranks: of this run, unless a name says so; None where no run is started.
-        ours, sources: values of our fields, where those of a group have a dot, and the names that each was made of.
+        ours, sources: values of our fields (a group's fields have a dot in their names), and the names that each was
+            made of.
         ignored: names without effect here, by the reason.
         notes: differences to know of, of what names and values ask for.
         differ, silent: differences of defaults, and of what no name says.
@@ -112,7 +113,7 @@ def batch(trl: Translation) -> dict[str, Any]:
 
 
 def _ranks_with_own_data(trl: Translation) -> int:
-    """Number of ranks, where those that share a layer's weights or a row read the same data and count as one."""
+    """Number of ranks with rows of their own: ranks that share a layer's weights or a row count as one."""
     processes = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
     together = 1
     for name in ("tp_size", "cp_size"):

@@ -4,7 +4,7 @@
     source.sample(request)         one completion; turn k is `Request.turn`
     environment.step(completion)   its observation, whether the conversation is over, and a reward
     ...
-    environment.reward()           if there is such a method: what the whole conversation is worth
+    environment.reward()           if there is such a method: the reward of the whole conversation
 
 One conversation is one `Sample`. Its tokens are all tokens after the prompt, in order; only tokens that the policy
 sampled are trained and have log-probs. Nothing that was sampled is tokenized again.
@@ -244,7 +244,7 @@ class MultiTurnSource:
         return step
 
     async def _reward(self, environment: "TrackedEnvironment", sample: Sample) -> bool:
-        """Add what the environment says that the whole conversation is worth; false if it fails at that."""
+        """Add the environment's reward of the whole conversation; false if computing it fails."""
         name = environment.reward_name
         if name is None:
             return True
@@ -315,7 +315,7 @@ class TrackedEnvironment:
 
     @property
     def reward_name(self) -> str | None:
-        """The method that says what the conversation is worth, ``reward`` or ``get_reward``, TRL's name for it.
+        """The method that gives the conversation's reward: ``reward``, or ``get_reward``, TRL's name for it.
 
         It is one of the class: an attribute of the object may be anything.
         """
@@ -362,7 +362,7 @@ def _add_turn(sample: Sample, completion: Sample) -> None:
 
 
 def _add_observation(sample: Sample, messages: Sequence[Message], tokens: Sequence[int]) -> None:
-    """Append what the environment says to a conversation; it is not trained."""
+    """Append the environment's messages to a conversation; their tokens are not trained."""
     sample.tokens += tokens
     sample.trained += [False] * len(tokens)
     sample.logprobs += [0.0] * len(tokens)

@@ -30,7 +30,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     """Return a function that makes an environment for each conversation.
 
     Raises:
-        ValueError: names the available environments if this one is not found, or what the found object lacks.
+        ValueError: names the available environments if this one is not found, or the method that it lacks.
     """
     if not isinstance(spec, str) and len(spec) != 1:
         raise ValueError(f"environment: wanted one name, got {', '.join(spec) or 'none'}")

@@ -18,7 +18,7 @@ import json
 import re
 from typing import Any
 
-ParsedCall = tuple[str, dict[str, Any], str]  # name, arguments, and what is wrong
+ParsedCall = tuple[str, dict[str, Any], str]  # name, arguments, and the problem, empty if there is none
 
 _KEYED = (  # a call, and one of its arguments with the tag that ends it
     (

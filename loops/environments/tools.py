@@ -99,7 +99,7 @@ class Tools:
 
 
 def parse_calls(text: str) -> list[ParsedCall]:
-    """The calls in a text after its reasoning: (name, arguments, what is wrong if it only begins like a call)."""
+    """The calls in a text after its reasoning: (name, arguments, the problem if it only begins like a call)."""
     text = text.split("</think>", 1)[-1]
     pieces = re.findall(f"{OPEN}(.*?)(?={OPEN}|$)", text, re.DOTALL)
     if not pieces:

@@ -159,7 +159,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_signature(name: str, signature: inspect.Signature) -> None:
-    """Check that the parameters of a reward are those of one of the forms that `adapted` knows.
+    """Check that the parameters of a reward fit one of the forms that `adapted` knows.
 
     Raises:
         ValueError: shows the signature; or names the parameter that only TRL's trainer could fill.
@@ -551,7 +551,7 @@ async def _entries(value: Any, enough: int) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of what a function returned; whatever its own ``__repr__`` raises ends nothing."""
+    """The beginning of a returned value as text; an error in its own ``__repr__`` ends nothing."""
     try:
         return f"{value!r:.200}"
     except Exception as error:

@@ -24,8 +24,8 @@ class SamplingParams:
 
     Attributes:
         max_tokens: the longest completion.
-        temperature: of the softmax, and of the log-probs, to which those of ``policy(batch, temperature=...)`` compare;
-            0 takes the likeliest token, and its log-probs are those of temperature 1.
+        temperature: of the softmax, and of the log-probs; compare them with ``policy(batch, temperature=...)``;
+            0 takes the likeliest token, with its log-prob at temperature 1.
         top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those after truncation.
         stop: token ids that end a completion, as its last token.
     """
@@ -171,7 +171,7 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
         vocab: exclusive upper limit of token ids, if it is known.
 
     Raises:
-        ValueError: names the task, the completion and what is wrong with it.
+        ValueError: names the task, the completion and the problem.
     """
     who = f"sample {sample.index} of task {sample.task}"
     problem = (
