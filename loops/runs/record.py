@@ -105,11 +105,10 @@ def describe(training: Any) -> dict[str, Any]:
     settings = changed_settings(context.config, context.description)
     recipe = recipe_name(context.config)
     model = {
-        "name": settings.get("model"),
+        "name": context.config.model if isinstance(context.config.model, str) else context.model.plain.name_or_path,
         "revision": getattr(context.model.plain.config, "_commit_hash", None),
         "architecture": type(context.model.plain).__name__,
     }
-    streamed = context.stream is not None  # whose rows nobody has seen yet
     entry = {
         "began": _now(),
         "command": command_line(),
@@ -122,7 +121,7 @@ def describe(training: Any) -> dict[str, Any]:
         "versions": {**versions(), "burnish revision": git_revision()},
         "launch": launch_variables(),
         "model": model,
-        "data": parts_of(context.accounting, () if streamed else context.records),
+        "data": parts_of(context.accounting, context.records),
         "eval_data": parts_of(context.eval_accounting, context.eval_records),
         "encoded_data": training.state["data"],
     }

@@ -25,6 +25,7 @@ from ..train import optimizers
 from ..train.losses import TensorReader, Term, compose, weightings
 from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
 from . import checkpoint, liveness, ranks, stop
+from .card import write_cards
 from .directory import lock_directory
 from .feed import StepFeed, digest
 from .liveness import at
@@ -308,7 +309,7 @@ class Training:
         if run.signal is None or self.step >= self.feed.steps:
             self.state["parts"]["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
             with at("writing the model"):
-                self._save_model()
+                self._save_model(run.entry)
         barrier()
         if self.context.stream is not None:
             self.context.accelerator.print(self.context.stream.accounting)
@@ -397,7 +398,8 @@ class Training:
             self.best, self.lowest = step, value
         return better
 
-    def _save_model(self) -> None:
+    def _save_model(self, entry: Mapping[str, Any]) -> None:
+        """Write the model, its card and the curves; ``entry`` is what the record has of this start."""
         if self.directory is None:
             return
         main = self.context.accelerator.is_main_process
@@ -412,6 +414,7 @@ class Training:
                     sync(path)
         if main:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
+            write_cards(self, entry)
             finished = "no steps were left; " if self.start >= self.feed.steps else ""
             print(f"{finished}the model is in {self.directory / 'model'}")
 

@@ -136,13 +136,14 @@ def test_a_run_without_a_directory_records_nothing(settings, tmp_path, monkeypat
     assert list(tmp_path.rglob("run.json")) == []
 
 
-def test_the_main_process_records_the_devices_of_all_ranks(settings, tmp_path):
+def test_the_main_process_records_the_devices_of_all_ranks_and_writes_the_card(settings, tmp_path):
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)])
-    for status, printed in run_forked(2, "ended", settings["model"], str(rows), str(tmp_path / "run"), 2):
+    for status, printed in run_forked(2, "rank_ended", settings["model"], str(rows), str(tmp_path / "run"), 2):
         assert status == 0, printed[-3000:]
     (entry,) = recorded(tmp_path)
     assert [rank["device"] for rank in entry["ranks"]] == ["cpu", "cpu"]
     assert entry["launch"]["WORLD_SIZE"] == "2" and entry["ended"]["step"] == 2
+    assert "Ranks: 2 x cpu." in (tmp_path / "run/model/README.md").read_text()
 
 
 def test_a_command_is_recorded_without_its_secrets():
