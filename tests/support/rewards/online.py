@@ -68,7 +68,8 @@ def prepare(directory):
 def under_torchrun(count, fields, timeout):
     """The process of ``fields`` on so many ranks over gloo, after its end."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", __file__]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    places = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": places}
     return subprocess.run(
         [*command, json.dumps(fields)], capture_output=True, text=True, timeout=timeout, env=environment
     )
