@@ -11,6 +11,7 @@ import time
 import pytest
 from burnish.loops.rewards import RewardFunction, isolated, resolve_rewards
 from burnish.loops.rollouts import event_loops
+from grids import exhaustive, slow
 from online import lines, prepare, stored, under_torchrun
 
 MODULE = '''
@@ -206,12 +207,15 @@ ENDS = {  # how a run of two steps ends: its status, and what is said
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("isolate", [None, True])
+SOME_ENDS = [("backtracks", None, 2), ("aborts", None, 1), ("sleeps", True, 2), ("takes_much", True, 1)]
+ALL_ENDS = [(name, isolate, ranks) for name in ENDS for isolate in (None, True) for ranks in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "isolate", "ranks"), [slow(*end) if end in SOME_ENDS else exhaustive(*end) for end in ALL_ENDS]
+)
 def test_a_run_goes_on_or_ends_in_time_and_names_the_reward(name, isolate, ranks, directory, tmp_path, monkeypatch):
-    """About 5 minutes of processor time. torchrun itself ends with 1 where a rank has ended otherwise."""
+    """About 5 minutes of processor time in all. torchrun itself ends with 1 where a rank has ended otherwise."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), *sys.path]))
     settings = {"timeout": 5.0} | ({} if isolate is None else {"isolate": isolate})
     fields = {**prepare(tmp_path), "output": str(tmp_path / "run"), "rewards": {f"odd_rewards:{name}": settings}}

@@ -108,7 +108,7 @@ def test_a_run_goes_on_whatever_happened_to_its_other_files(trial, runs, tmp_pat
     check(runs, trial, tmp_path / "run", caplog)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("trial", range(6, TRIALS))
 def test_a_run_goes_on_after_many_more_kinds_of_damage(trial, runs, tmp_path, caplog):
     check(runs, trial, tmp_path / "run", caplog)

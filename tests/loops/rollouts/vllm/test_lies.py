@@ -17,6 +17,7 @@ from burnish.loops.rollouts.sample import Request, SamplingParams
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from burnish.loops.rollouts.vllm.weights import Files
+from grids import exhaustive, slow
 from online import prepare
 from tiny import save_model
 from transformers import AutoTokenizer, PretrainedConfig
@@ -306,8 +307,7 @@ def test_answers_that_each_come_in_time_do_not_take_longer_than_the_patience_in_
         try_all(fake, model, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPLETIONS)
+@pytest.mark.parametrize("name", [slow(n) if i % 9 == 0 else exhaustive(n) for i, n in enumerate(COMPLETIONS)])
 def test_a_run_ends_with_the_lie_and_without_a_traceback(name, fake, tmp_path, capfd):
     """About 90 s of processor time for all of them."""
     tell(fake, COMPLETIONS[name][0])
