@@ -173,56 +173,88 @@ class RewardMonitor:
 
     def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
         """Log the new problems of this step, and return them."""
-        problems: dict[str, str] = {}  # by kind
+        problems = self._nothing_to_learn(table, samples)  # by kind
         spread: dict[str, float] = {}
-
-        def lasting(problem: str, now: bool, advice: str) -> None:
-            self._past["lasting", problem].append(now)
-            if sum(list(self._past["lasting", problem])[-self.patience :]) == self.patience:
-                problems[problem] = f"{problem} in {self.patience} steps in a row, {advice}"
-
-        lasting(
-            "rewards: all completions of a prompt were worth the same",
-            len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
-            and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1,
-            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier "
-            "prompts, a reward that tells more completions apart, a higher temperature or a larger group_size",
-        )
-        lasting(
-            "max_tokens: every completion was cut before its end",
-            len(samples) > 0 and all(sample.finish == "length" for sample in samples),
-            "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model was "
-            "made to end with",
-        )
-        for i, ((name, numbers), weight) in enumerate(zip(table.numbers.items(), table.weight.tolist(), strict=True)):
-            why = "the metrics rewards/<name>/unscored/... say why, and the first time was logged"
-            if all(row[i] is None for row in table.scores):
-                why = "it returned None each time, as a function without a return statement does"
-            silent = len(numbers) == 0 < len(samples)
-            lasting(f"reward {name}: gave no score", silent, f"so it teaches nothing; {why}")
-            if len(numbers):
-                largest, before = numbers.abs().max().item(), self._past["largest", name]
-                usual = statistics.median(before) if len(before) >= self.patience else 0.0
-                before.append(largest)
-                if usual and largest > self.factor * usual:
-                    problems[f"explosion {name}"] = (
-                        f"reward {name}: a score of size {largest:g}, where {usual:g} was usual; clip it, or take its "
-                        "logarithm, because one such completion decides the whole step"
-                    )
-            if len(numbers) > 1:
-                self._past["spread", name].append(abs(weight) * numbers.std().item())
-            past = self._past["spread", name]
-            if len(past) >= self.patience and any(past):
-                spread[name] = statistics.fmean(past)
-        ranked = sorted(spread, key=spread.__getitem__)
-        if ranked and spread[loud := ranked[-1]] > self.factor * spread[quiet := ranked[0]]:
-            problems[f"drowned {quiet}"] = (
-                f"reward {quiet}: varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights "
-                f"included, so that {loud} decides alone; change the weights, or normalize each reward before summing "
-                "(reward_aggregation: normalize; in code, gdpo_advantage)"
-            )
+        weights = table.weight.tolist()
+        for i, (name, numbers) in enumerate(table.numbers.items()):
+            problems |= self._silence(table, i, name, len(samples))
+            problems |= self._explosion(name, numbers)
+            usual = self._usual_spread(name, numbers, weights[i])
+            if usual:
+                spread[name] = usual
+        problems |= self._drowned(spread)
         new = {kind: problem for kind, problem in problems.items() if kind not in self.reported}
         self.reported |= new.keys()
         for problem in new.values():
             log.warning("%s", problem)
         return list(new.values())
+
+    def _nothing_to_learn(self, table: RewardTable, samples: Sequence[Sample]) -> dict[str, str]:
+        """Steps in a row in which no completion is better than another, or none is whole."""
+        has_groups = len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
+        all_alike = has_groups and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1
+        all_cut = len(samples) > 0 and all(sample.finish == "length" for sample in samples)
+        alike = self._lasting(
+            "rewards: all completions of a prompt were worth the same",
+            all_alike,
+            "so they teach nothing by comparison (zero_std_groups and skipped count it); take harder or easier "
+            "prompts, a reward that tells more completions apart, a higher temperature or a larger group_size",
+        )
+        cut = self._lasting(
+            "max_tokens: every completion was cut before its end",
+            all_cut,
+            "so none is whole; allow more tokens, and see that the tokenizer's end token is the one that the model was "
+            "made to end with",
+        )
+        return alike | cut
+
+    def _lasting(self, problem: str, now: bool, advice: str) -> dict[str, str]:
+        """The problem, once it is there in ``patience`` steps in a row."""
+        past = self._past["lasting", problem]
+        past.append(now)
+        if sum(list(past)[-self.patience :]) < self.patience:
+            return {}
+        return {problem: f"{problem} in {self.patience} steps in a row, {advice}"}
+
+    def _silence(self, table: RewardTable, i: int, name: str, count: int) -> dict[str, str]:
+        """Steps in a row in which a reward has scored none of ``count`` completions."""
+        why = "the metrics rewards/<name>/unscored/... say why, and the first time was logged"
+        if all(row[i] is None for row in table.scores):
+            why = "it returned None each time, as a function without a return statement does"
+        is_silent = count > 0 and len(table.numbers[name]) == 0
+        return self._lasting(f"reward {name}: gave no score", is_silent, f"so it teaches nothing; {why}")
+
+    def _explosion(self, name: str, numbers: Tensor) -> dict[str, str]:
+        """A score that is larger by far than the largest of the steps before."""
+        if not len(numbers):
+            return {}
+        largest = numbers.abs().max().item()
+        before = self._past["largest", name]
+        usual = statistics.median(before) if len(before) >= self.patience else 0.0
+        before.append(largest)
+        if not usual or largest <= self.factor * usual:
+            return {}
+        found = f"a score of size {largest:g}, where {usual:g} was usual"
+        fix = "clip it, or take its logarithm, because one such completion decides the whole step"
+        return {f"explosion {name}": f"reward {name}: {found}; {fix}"}
+
+    def _usual_spread(self, name: str, numbers: Tensor, weight: float) -> float:
+        """The mean over steps of a reward's standard deviation times its weight; 0 until enough steps are known."""
+        past = self._past["spread", name]
+        if len(numbers) > 1:
+            past.append(abs(weight) * numbers.std().item())
+        return statistics.fmean(past) if len(past) >= self.patience else 0.0
+
+    def _drowned(self, spread: dict[str, float]) -> dict[str, str]:
+        """The reward that varies least, if another one varies so much more that it decides alone."""
+        if not spread:
+            return {}
+        ranked = sorted(spread, key=spread.__getitem__)
+        quiet = ranked[0]
+        loud = ranked[-1]
+        if spread[loud] <= self.factor * spread[quiet]:
+            return {}
+        found = f"varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights included"
+        fix = "change the weights, or normalize each reward before summing"
+        how = "reward_aggregation: normalize; in code, gdpo_advantage"
+        return {f"drowned {quiet}": f"reward {quiet}: {found}, so that {loud} decides alone; {fix} ({how})"}
