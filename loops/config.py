@@ -387,6 +387,8 @@ class Common(Settings):
     keep_best: str | None = None
     """Also keep the checkpoint with the lowest value of a metric of `eval_data`, such as eval/loss; max: before it asks
     for the highest, as in max:eval/reward. Every new best is saved."""
+    load_best_model_at_end: bool = False
+    """Write the weights of the best step by `keep_best` to model/, in place of the last step's."""
     resume: bool = False
     """Continue from the newest whole checkpoint in `output`, with the same final weights as an uninterrupted run."""
     hang_seconds: NonNegativeFloat | None = 600.0
@@ -447,6 +449,8 @@ class Common(Settings):
         held_out = self.eval_data is not None
         if self.schedule in ("reduce_lr_on_plateau", "greedy") and not (held_out and self.eval_every):
             yield f"schedule {self.schedule}: follows the loss of evaluations; give --eval_data and --eval_every"
+        if self.load_best_model_at_end and self.keep_best is None:
+            yield "load_best_model_at_end: wanted a metric to be the best by; give keep_best, such as eval/loss"
         metric = (self.keep_best or "eval/").removeprefix("max:")
         if not metric.startswith("eval/") or (self.keep_best and not held_out):
             and_none = "" if held_out else " and no eval_data"

@@ -268,18 +268,17 @@ def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str
 
 
 def best(trl: Translation) -> dict[str, Any]:
-    """The metric by which the best checkpoint is kept."""
+    """The metric by which the best checkpoint is kept, and whether the run ends with its weights."""
     if not trl["load_best_model_at_end"] and trl["save_strategy"] != "best":
         return {}
     metric = re.sub("^eval[_/]", "", str(trl["metric_for_best_model"] or "loss"))
     greater = trl["greater_is_better"]
     if greater is None:
         greater = not metric.endswith("loss")  # as in transformers' Trainer
+    fields: dict[str, Any] = {"keep_best": f"max:eval/{metric}" if greater else f"eval/{metric}"}
     if trl["load_best_model_at_end"]:
-        trl.notes.append(
-            "load_best_model_at_end: the best checkpoint is kept, and model/ holds the weights of the last step"
-        )
-    return {"keep_best": f"max:eval/{metric}" if greater else f"eval/{metric}"}
+        fields["load_best_model_at_end"] = True
+    return fields
 
 
 def supervised_loss(trl: Translation) -> dict[str, Any]:

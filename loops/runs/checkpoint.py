@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
 
 from ..models.sharding import ranks_together
 from .ranks import from_main, gloo_group
@@ -156,6 +157,7 @@ def save(
     data: str = "",
     keep: int = 2,
     best: int | None = None,
+    end_tokens: Sequence[int] = (),
     thread: ThreadPoolExecutor | None = None,
 ) -> Any:
     """Write the checkpoint of ``step`` under ``directory``, and drop older ones. Every rank calls it.
@@ -165,6 +167,7 @@ def save(
         data: digest of the data that the step is a cursor of.
         keep: number of newest checkpoints to keep.
         best: step of another checkpoint to keep.
+        end_tokens: at which the model ends its completions.
         thread: writes the checkpoint, from copies in host memory, while training continues.
 
     Returns:
@@ -177,7 +180,8 @@ def save(
         tensors = BlockingAsyncStager().stage(tensors)
     files = {f"random-{accelerator.process_index}.pt": dump(random_state())}
     if accelerator.is_main_process:
-        files["state.pt"] = dump({"format": FORMAT, "step": step, "data": data, **rest})
+        known = {"format": FORMAT, "step": step, "data": data, "end_tokens": list(end_tokens)}
+        files["state.pt"] = dump({**known, **rest})
     final, group = path_of(directory, step), gloo_group("checkpoint")
 
     def drop_older() -> None:
@@ -251,11 +255,42 @@ def load_newest(
             f"resume: the data is not what {path.name} was trained on, so its steps would be other examples; "
             "give it the data as it was, or begin in another directory"
         )
+    plain = accelerator.unwrap_model(policy)
+    _restore(path, plain, parts, state)
+    rank, split = accelerator.process_index, ranks_together(plain)
+    random_file = path / f"random-{rank // split * split}.pt"  # ranks that compute together draw the same
+    if random_file.exists():
+        set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
+    else:
+        log.warning("checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators", path.name, rank)
+    return int(state["step"])
+
+
+def load_weights(path: Path, policy: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
+    """Give the policy the trained parameters and buffers of a whole checkpoint. All ranks of a run call it.
+
+    Args:
+        optimizer: one that averages the weights it trains, whose state is restored, too: its ``eval`` then gives the
+            weights to save.
+
+    Returns:
+        What state.pt holds.
+
+    Raises:
+        CheckpointError: if it is the checkpoint of a model with other trained parameters, or can't be read.
+    """
+    parts: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer}
+    state = _read_state(path, ("step", *parts))
+    _restore(path, policy, parts, state)
+    return state
+
+
+def _restore(path: Path, policy: nn.Module, parts: Mapping[str, Stateful], state: Mapping[str, Any]) -> None:
+    """Fill the policy, and these parts, from a checkpoint whose state.pt was read. Every rank calls it."""
     reader = HuggingFaceStorageReader(str(path))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    plain = accelerator.unwrap_model(policy)
-    _check(trained_state(plain), saved)
-    tensors = restore(plain, parts, state, saved)
+    _check(trained_state(policy), saved)
+    tensors = restore(policy, parts, state, saved)
     try:
         state_dict_loader.load(tensors, storage_reader=reader, process_group=gloo_group("checkpoint"))
     except CheckpointException as error:
@@ -264,13 +299,6 @@ def load_newest(
             f"{path} could not be read{by}: start again with --resume true, or remove it to resume from the one before "
             f"({cause})"
         ) from error
-    rank, split = accelerator.process_index, ranks_together(plain)
-    random_file = path / f"random-{rank // split * split}.pt"  # ranks that compute together draw the same
-    if random_file.exists():
-        set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
-    else:
-        log.warning("checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators", path.name, rank)
-    return int(state["step"])
 
 
 def _read_state(path: Path, needed: Sequence[str]) -> dict[str, Any]:
@@ -303,17 +331,23 @@ def _read_state(path: Path, needed: Sequence[str]) -> dict[str, Any]:
 
 def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
     """Identical on every rank: each verifies an equal share of the files."""
-    rank, ranks = accelerator.process_index, accelerator.num_processes
     for name in from_main(accelerator, lambda: [path.name for path in _all(directory)]):
-        problems: list[str | None] = [damage(directory / name, slice(rank, None, ranks))]
-        if ranks > 1:
-            problems *= ranks
-            dist.all_gather_object(problems, problems[rank], group=gloo_group("checkpoint"))
-        if not any(problems):
+        problem = damage_on_ranks(directory / name, accelerator)
+        if problem is None:
             return directory / name
         if accelerator.is_main_process:
-            log.warning("checkpoint %s is damaged and passed over: %s", name, next(filter(None, problems)))
+            log.warning("checkpoint %s is damaged and passed over: %s", name, problem)
     return None
+
+
+def damage_on_ranks(path: Path, accelerator: Accelerator) -> str | None:
+    """Describe what is wrong with a checkpoint; None if nothing is. Every rank verifies an equal share of its files."""
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    problems: list[str | None] = [damage(path, slice(rank, None, ranks))]
+    if ranks > 1:
+        problems *= ranks
+        dist.all_gather_object(problems, problems[rank], group=gloo_group("checkpoint"))
+    return next(filter(None, problems), None)
 
 
 def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
@@ -327,6 +361,11 @@ def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
 
 def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps of every checkpoint, the newest first."""
+    return [int(path.name.removeprefix("step-")) for path in _all(directory)]
 
 
 def _all(directory: Path) -> list[Path]:

@@ -26,7 +26,17 @@ log = logging.getLogger(__name__)
 # What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint identifies
 # its data by content, not by path; and a step is the same, but for rounding, however its memory and ranks are used.
 _FREE = {"resume", "output", "data", "eval_data", "steps", "epochs", "eval_every", "report_to", "project", "run_name"}
-_FREE |= {"save_every", "save_minutes", "keep", "keep_best", "dataset_num_proc", "vllm", "parallel", "micro_tokens"}
+_FREE |= {
+    "save_every",
+    "save_minutes",
+    "keep",
+    "keep_best",
+    "load_best_model_at_end",
+    "dataset_num_proc",
+    "vllm",
+    "parallel",
+    "micro_tokens",
+}
 _FREE |= {"gradient_checkpointing", "keep_bytes", "backend", "layout", "attention", "hang_seconds"}
 _PLACES = {"model", "ref_model", "tokenizer"}
 _SPARE = ".config.yaml"  # beside config.yaml, in case that is damaged
@@ -123,6 +133,24 @@ def _settings_before(path: Path, config: Common, now: Mapping[str, Any]) -> dict
         return written
     log.warning("resume: %s was damaged or edited; the settings that the run began with are in %s", path, _SPARE)
     return spare
+
+
+def settings_in(directory: Path) -> dict[str, Any]:
+    """The settings in the configuration of a run, or in its spare copy where that can't be read.
+
+    Raises:
+        ValueError: if the directory holds no run.
+    """
+    for path in (directory / "config.yaml", directory / _SPARE):
+        try:
+            settings = yaml.safe_load(path.read_bytes())
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
+            continue
+        if isinstance(settings, dict) and "model" in settings:
+            return settings
+    raise ValueError(
+        f"{directory}: no run, as it has no readable config.yaml; give the directory that was a run's output"
+    )
 
 
 def _read_settings(path: Path, config: Common) -> tuple[dict[str, Any] | None, bool]:

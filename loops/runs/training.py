@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..batch import Batch
 from ..config import Interval
+from ..models.end_tokens import ends_of
 from ..models.io import save_model
 from ..registry import nearest
 from ..train import optimizers
@@ -298,21 +299,46 @@ class Training:
 
     def _save_checkpoint(self, run: _Running) -> None:
         if self.directory is not None:
-            kept = {"keep": self.context.config.keep, "best": self.best}
+            self._end_with_tokens_of_stream()
+            options = {
+                "keep": self.context.config.keep,
+                "best": self.best,
+                "end_tokens": ends_of(getattr(self.context.model.plain, "generation_config", None)),
+            }
             with at("saving"):
-                run.saver.save(self.checkpoints, self.step, **self.state, **kept)
+                run.saver.save(self.checkpoints, self.step, **self.state, **options)
         run.saved = monotonic()
 
     def _finish(self, run: _Running) -> None:
         """Write the model, unless a signal has stopped the run before its last step."""
         run.saver.wait()
         if run.signal is None or self.step >= self.feed.steps:
+            self._load_best()
             self.state["parts"]["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
             with at("writing the model"):
                 self._save_model(run.entry)
         barrier()
         if self.context.stream is not None:
             self.context.accelerator.print(self.context.stream.accounting)
+
+    def _load_best(self) -> None:
+        """Take back the weights of the best step, if the run is to end with them. Every rank calls it.
+
+        Raises:
+            CheckpointError: if the checkpoint of that step is damaged.
+        """
+        if not self.context.config.load_best_model_at_end or self.best in (None, self.step):
+            return
+        accelerator = self.context.accelerator
+        path = checkpoint.path_of(self.checkpoints, self.best)
+        if problem := checkpoint.damage_on_ranks(path, accelerator):
+            raise checkpoint.CheckpointError(
+                f"load_best_model_at_end: the checkpoint of step {self.best} is damaged: {problem}; --resume true "
+                "--load_best_model_at_end false writes the model of the last step"
+            )
+        optimizer = self.state["parts"]["optimizer"]
+        restored = optimizer if optimizers.averages(optimizer) else None
+        checkpoint.load_weights(path, accelerator.unwrap_model(self.state["policy"]), restored)
 
     def _stop_for(self, signal: str) -> NoReturn:
         advice = "" if self.directory is None else "; continue with --resume true"
@@ -392,7 +418,7 @@ class Training:
         name = setting.removeprefix("max:")
         if setting and step == 0 and name not in metrics:
             raise ValueError(nearest("keep_best: no metric", name, metrics))
-        value = metrics.get(name, math.nan) * (1 if name == setting else -1)
+        value = to_lower(setting, metrics)
         better = step > 0 and value < self.lowest
         if better:
             self.best, self.lowest = step, value
@@ -403,8 +429,7 @@ class Training:
         if self.directory is None:
             return
         main = self.context.accelerator.is_main_process
-        if self.context.stream is not None:  # the rows of later steps may end with other tokens than those of the first
-            self.context.end_with(self.context.stream.accounting.end_tokens)
+        self._end_with_tokens_of_stream()
         with checkpoint.writing("the model", self.checkpoints):
             save_model(self.context.model, self.context.tokenizer, self.directory, write=main)
             self.save()
@@ -416,7 +441,28 @@ class Training:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
             write_cards(self, entry)
             finished = "no steps were left; " if self.start >= self.feed.steps else ""
-            print(f"{finished}the model is in {self.directory / 'model'}")
+            print(f"{finished}the model{self._of_best_step()} is in {self.directory / 'model'}")
+
+    def _end_with_tokens_of_stream(self) -> None:
+        """Rows of later steps of a stream may end with other tokens than the rows of the first."""
+        if self.context.stream is not None:
+            self.context.end_with(self.context.stream.accounting.end_tokens)
+
+    def _of_best_step(self) -> str:
+        """Which step the model is of, where it may not be the last."""
+        config = self.context.config
+        if not config.load_best_model_at_end:
+            return ""
+        if self.best is None:
+            return f" of step {self.step} (no evaluation had a finite {config.keep_best})"
+        return f" of step {self.best}, the best by {config.keep_best},"
+
+
+def to_lower(keep_best: str, metrics: Mapping[str, float]) -> float:
+    """The value that the best step has the lowest of; nan where its metric was not measured."""
+    name = keep_best.removeprefix("max:")
+    value = metrics.get(name, math.nan)
+    return value if name == keep_best else -value
 
 
 def stragglers(seconds: Sequence[float]) -> dict[str, float]:

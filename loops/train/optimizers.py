@@ -432,6 +432,16 @@ def join(high: Tensor, low: Tensor) -> Tensor:
     return ((high.view(torch.int16).to(torch.int32) << 16) + low).view(torch.float32)
 
 
+def averaged_by(config: Common) -> bool:
+    """True if the configured optimizer is one that `averages`."""
+    return hasattr(_find_optimizer(plain_name(str(config.optimizer))), "eval")
+
+
+def averages(optimizer: Any) -> bool:
+    """True for a schedule-free optimizer: the weights to evaluate and save are an average of those that it trains."""
+    return hasattr(getattr(optimizer, "optimizer", optimizer), "eval")  # in Accelerate's wrapper
+
+
 @contextmanager
 def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
     """Context with the weights to evaluate and save: a schedule-free optimizer trains others (Defazio et al. 2024,
