@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ PAGES = sorted(path.relative_to(DOCS) for path in DOCS.rglob("*.md"))
 COLUMNS = 100
 PREFIXES = r"^\s*(?:\$ )?(?:torchrun [\w. -]*-m |torchrun [\w. -]*--no-python )?"
 EXAMINED = {"plan": "--gpus", "data": "--rows"}
+TOOLS = ("export",)  # on what was trained
 REQUIRED = {"--model": "model", "--data": "data.jsonl", "--output": "runs/example"}
 
 
@@ -59,6 +61,9 @@ def test_the_commands_of_a_page_parse(page, tmp_path, monkeypatch, capsys):
     for words in commands(page):
         if words[0] in EXAMINED:
             words = without_flag(words[1:], EXAMINED[words[0]])
+        if words[0] in TOOLS:
+            import_module(f"burnish.loops.cli.{words[0]}").parser().parse_args(words[1:])
+            continue
         if words[0] not in RECIPES:
             assert main([words[0], "--help"]) != 2 or "usage" in "".join(capsys.readouterr()), words
             continue

@@ -179,6 +179,24 @@ def _translate(arguments: list[str]) -> int:
     return int(bool(translation.refused))
 
 
+def _tool(name: str, words: list[str]) -> int:
+    """A command on what was trained: ``run(words)`` of its module, which refuses with a message, not a traceback."""
+    shows_traceback = "--traceback" in words or bool(os.environ.get("BURNISH_TRACEBACK"))
+    words = [word for word in words if word != "--traceback"]
+    try:
+        import_module(f".{name}", __package__).run(words)
+    except KeyboardInterrupt:
+        print(f"burnish {name}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        message = _message(error)
+        if shows_traceback or message is None:
+            raise
+        print(hide(f"burnish {name}: {message}"), file=sys.stderr)
+        return 1
+    return 0
+
+
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "bench": (lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)), _BENCH),
@@ -188,6 +206,10 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3.",
     ),
     "env": (_env, "Print versions and devices for a bug report: burnish env config.yaml."),
+    "export": (
+        partial(_tool, "export"),
+        "Write a checkpoint of a run as a model that transformers loads: burnish export runs/sft --step 100.",
+    ),
     "plan": (
         partial(_examine, "plan", "gpus", {"metavar": "8x80GB", "help": "those there are, unless given"}),
         "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB.",

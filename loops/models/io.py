@@ -373,6 +373,18 @@ def _quantization(config: Common) -> dict[str, Any]:
 def save_model(
     policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path, *, write: bool = True
 ) -> None:
+    """Write ``model`` and, of a policy with adapters, ``adapter`` under a run's directory; see `write_model`."""
+    write_model(policy, tokenizer, directory / "model", directory / "adapter", write=write)
+
+
+def write_model(
+    policy: Backbone,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    target: Path,
+    adapter: Path | None = None,
+    *,
+    write: bool = True,
+) -> None:
     """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
 
     Weights are rounded to the dtype in which `load_model` found them, however they were trained: a bfloat16 model stays
@@ -381,6 +393,8 @@ def save_model(
     is not changed.
 
     Args:
+        target: directory of the model.
+        adapter: directory of the adapters alone; None leaves them out.
         write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
     """
     if not write and not is_sharded(policy):
@@ -390,10 +404,9 @@ def save_model(
     for name, weight in named_weights(policy, dtype, tied=False):  # on every rank: it gathers
         if write:
             weights[name] = weight.detach().cpu()
-    if isinstance(policy.model, PeftModel):
-        _save_adapter(policy.model, directory / "adapter", write=write)
+    if isinstance(policy.model, PeftModel) and adapter is not None:
+        _save_adapter(policy.model, adapter, write=write)
     if write:
-        target = directory / "model"
         # An earlier model goes first, and weights come last: what is left half-way can't be loaded.
         for old in target.glob("*.safetensors*"):
             old.unlink()

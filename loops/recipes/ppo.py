@@ -12,13 +12,14 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whiten
 from ..config import Parallel
@@ -50,20 +51,33 @@ def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
         losses,
         advantages=partial(advantages, config=config),
         kl_in_reward=True,
-        save=partial(save_values, context.run),
+        save=partial(save_values_of_run, context.run),
         report=partial(objective_metrics, config=config),
     )
 
 
-def save_values(run: RunContext[Policy]) -> None:
+def save_values_of_run(run: RunContext[Policy]) -> None:
     policy = run.model
-    main = run.accelerator.is_main_process
-    if policy.critic is not None:
-        save_model(policy.critic, run.tokenizer, run.directory / "critic", write=main)
-    if policy.value_head is not None:
-        state = {name: whole(tensor.detach()).cpu() for name, tensor in policy.value_head.state_dict().items()}
-        if main:
-            save_file(state, run.directory / "value_head.safetensors")
+    write = run.accelerator.is_main_process
+    save_values(policy.critic, policy.value_head, run.tokenizer, run.directory, write=write)
+
+
+def save_values(
+    critic: Scorer | None,
+    value_head: nn.Module | None,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    write: bool = True,
+) -> None:
+    """Write ``critic/``, or ``value_head.safetensors``. All ranks that hold shards call it; one of them writes."""
+    if critic is not None:
+        save_model(critic, tokenizer, directory / "critic", write=write)
+    if value_head is not None:
+        state = {name: whole(tensor.detach()).cpu() for name, tensor in value_head.state_dict().items()}
+        if write:
+            directory.mkdir(parents=True, exist_ok=True)
+            save_file(state, directory / "value_head.safetensors")
 
 
 def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
@@ -73,16 +87,21 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
         if sharding:
             log.warning("value_model: probed before sharding, so each rank loads the whole model")
         return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
+    return Policy(model, **config.kernel, **sharding, value_head=open_value_head(model, config).to(device))
+
+
+def open_value_head(model: nn.Module, config: PPO) -> nn.Module:
+    """The head on the policy's own hidden states: zero, or as a run has left it."""
     plain: Any = getattr(model, "get_base_model", lambda: model)()
     width = plain.config.get_text_config().hidden_size
-    head = nn.Linear(width, 1, dtype=torch.promote_types(plain.dtype, torch.float32)).to(device)
+    head = nn.Linear(width, 1, dtype=torch.promote_types(plain.dtype, torch.float32))
     for parameter in head.parameters():
         nn.init.zeros_(parameter)
     if config.value_head is not None:
         wanted = "wanted value_head.safetensors of a run of ppo with this model"
         with as_setting_error(f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError):
             head.load_state_dict(load_file(config.value_head))
-    return Policy(model, **config.kernel, **sharding, value_head=head)
+    return head
 
 
 def open_critic(config: PPO) -> Scorer:

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ...data import encode_stepwise, step_example
 from ...objectives import step_loss
 from ..batch import collate
+from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, scores
 from ..runs.context import open_run
@@ -23,10 +24,19 @@ def open_prm(config: PRM) -> Training:
     encode = partial(
         encode_stepwise, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only
     )
-    load = partial(load_classifier, task="TOKEN_CLS", labels={0: "wrong", 1: "right"})
-    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
-    context.model.plain.config.step_separator = config.separator  # saved with the model, for `step_scores`
+    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load_prm)
+    keep_separator(context.model.plain, config)
     return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
+
+
+def load_prm(config: Common) -> nn.Module:
+    """The model to train, with two outputs."""
+    return load_classifier(config, "TOKEN_CLS", {0: "wrong", 1: "right"})
+
+
+def keep_separator(plain: Any, config: PRM) -> None:
+    """Have the separator saved with the model, for `step_scores`."""
+    plain.config.step_separator = config.separator
 
 
 def step_scores(

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data import Accounting, encode_preference, encode_ranking, encode_scores, encode_supervised, example
 from ...objectives import IntPerSequence, PerSequence, Stats, bradley_terry, centering, plackett_luce, score_regression
 from ..batch import Batch, Weights, collate
+from ..config import Common
 from ..models.io import load_classifier
 from ..models.scorer import Scorer, ends_marked, scores
 from ..runs.context import open_run
@@ -24,13 +25,22 @@ def open_reward(config: Reward) -> Training:
     """Open a run that is ready to train."""
     losses = reward_losses(config)
     encode, columns = encoder(config)
-    load = partial(load_classifier, task="SEQ_CLS", labels={0: "reward"})
-    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load)
-    saved, tokenizer = context.model.plain.config.get_text_config(), context.tokenizer
-    if saved.pad_token_id is None:  # transformers needs it to find the end of a completion
-        saved.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    mark = partial(ends_marked, pad=saved.pad_token_id)
+    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load_reward)
+    mark = partial(ends_marked, pad=set_pad_token(context.model.plain, context.tokenizer))
     return context.train(losses, read_scores, columns=columns, mark=mark)
+
+
+def load_reward(config: Common) -> nn.Module:
+    """The model to train, with one output."""
+    return load_classifier(config, "SEQ_CLS", {0: "reward"})
+
+
+def set_pad_token(plain: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """The pad token of the model, set unless it has one: `transformers` finds the end of a completion by it."""
+    saved = plain.config.get_text_config()
+    if saved.pad_token_id is None:
+        saved.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return int(saved.pad_token_id)
 
 
 def reward_losses(config: Reward) -> dict[str, Term]:
