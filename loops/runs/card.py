@@ -131,6 +131,9 @@ def _introduction(training: Any, entry: Mapping[str, Any], *, adapter: bool) -> 
         f"{what}{of_revision}, trained by the recipe `{entry['recipe']}` of burnish in {training.step:,} steps.",
         f"The recipe: {purpose}",
     ]
+    config = training.context.config
+    if config.load_best_model_at_end and training.best is not None:
+        lines.append(f"The weights are those of step {training.best:,}, the best by `{config.keep_best}`.")
     return "\n".join(lines)
 
 

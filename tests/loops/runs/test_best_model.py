@@ -59,6 +59,8 @@ def test_the_model_is_that_of_the_best_step(settings, tmp_path, capsys, change):
     if "lora" in change:
         adapter = "adapter/adapter_model.safetensors"
         assert same(weights(tmp_path / "three", adapter), weights(tmp_path / "one", adapter))
+    card = (tmp_path / "three/model/README.md").read_text()
+    assert "The weights are those of step 1, the best by `max:eval/loss`." in card
     assert "the model of step 1, the best by max:eval/loss, is in" in capsys.readouterr().out
 
 
