@@ -87,8 +87,8 @@ def test_tiles_of_another_size_are_really_used_and_put_back(monkeypatch):
     monkeypatch.setattr(module, "plan", lambda *a, **k: seen.append(plan(*a, **k)) or seen[-1])
     found = ceilings.tiles("cpu", SHAPE, 16, 64, 0.001)
     assert list(found) == ["ms recompute", "ms", "ms 4GiB"] and all(value > 0 for value in found.values())
-    assert {(plan["rows"], plan["columns"]) for plan in seen} == {(16, 64)}
-    assert {plan["keep_bytes"] for plan in seen} >= {0, 2**32}
+    assert {(plan.rows, plan.columns) for plan in seen} == {(16, 64)}
+    assert {plan.keep_bytes for plan in seen} >= {0, 2**32}
     assert before == (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS)
 
 
