@@ -117,7 +117,8 @@ def _header(card: Path) -> dict[str, Any]:
     """The header of a card; nothing of one that is not there, or that can't be read."""
     with suppress(OSError, ValueError, TypeError, YAMLError):
         # What others wrote there may be no license of the Hub's list, or no text at all.
-        header: dict[str, Any] = ModelCard(card.read_text(), ignore_metadata_errors=True).data.to_dict()
+        data: Any = ModelCard(card.read_text(), ignore_metadata_errors=True).data
+        header: dict[str, Any] = data.to_dict()
         return {key: value for key, value in header.items() if isinstance(value, str)}
     return {}
 

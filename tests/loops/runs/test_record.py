@@ -179,7 +179,7 @@ def test_data_of_the_hub_are_recorded_with_their_commit():
 def test_a_changed_checkout_is_told_from_its_commit(tmp_path):
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
     (tmp_path / "file").write_text("one")
-    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"], ["tag", "v1"]):
+    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"], ["tag", "-a", "v1", "-m", "v1"]):
         subprocess.run([*git, *words], check=True)
     revision = git_revision(tmp_path)
     assert re.fullmatch("[0-9a-f]{40}", revision)
