@@ -210,6 +210,10 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         partial(_tool, "export"),
         "Write a checkpoint of a run as a model that transformers loads: burnish export runs/sft --step 100.",
     ),
+    "merge": (
+        partial(_tool, "merge"),
+        "Merge an adapter of peft into its base model: burnish merge runs/sft/adapter merged.",
+    ),
     "plan": (
         partial(_examine, "plan", "gpus", {"metavar": "8x80GB", "help": "those there are, unless given"}),
         "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB.",

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 # Parts of an adapter, by what their paths hold.
 _ADAPTER_PARTS = ("lora_", "original_module", "modules_to_save.reference")
 # Options of peft's LoraConfig whose adapters change more than a weight.
-_UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
+UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
 
 
 # Fields of LoraConfig that a recipe sets, or that say where an adapter came from.
@@ -126,7 +126,7 @@ def _check_new(model: Any, lora: Lora, fields: Mapping[str, Any]) -> None:
     repeated = sorted(fields.keys() & lora.kwargs.keys())
     if repeated:
         raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
-    unmerged = sorted(_UNMERGED & lora.kwargs.keys())
+    unmerged = sorted(UNMERGED & lora.kwargs.keys())
     if unmerged:
         raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
     width = model.config.get_text_config().hidden_size
