@@ -65,7 +65,7 @@ def make_card(training: Any, entry: Mapping[str, Any], *, adapter: bool) -> Mode
         *_data(training, entry),
         "## Losses",
         "\n".join(_loss_lines(training.losses)),
-        *_measured(training.directory),
+        *_measured(training.directory, _step_of(training)),
         "## How it was made",
         *_making(entry),
     ]
@@ -129,7 +129,7 @@ def _introduction(training: Any, entry: Mapping[str, Any], *, adapter: bool) -> 
     of_revision = f" (revision `{revision}`)" if revision else ""
     what = f"An adapter of `{base_name(entry)}`" if adapter else f"`{base_name(entry)}`"
     lines = [
-        f"{what}{of_revision}, trained by the recipe `{entry['recipe']}` of burnish in {training.step:,} steps.",
+        f"{what}{of_revision}, trained by the recipe `{entry['recipe']}` of burnish in {_step_of(training):,} steps.",
         f"The recipe: {purpose}",
     ]
     config = training.context.config
@@ -179,9 +179,20 @@ def paper_of(docstring: str) -> str:
     return " ".join(found[1].split()) if found else ""
 
 
-def _measured(directory: Path) -> Iterator[str]:
-    """The held-out metrics before and after training, and the curves; nothing where there are none."""
-    evaluated = [line for line in entries(directory / "metrics.jsonl") if _held_out(line)]
+def _step_of(training: Any) -> int:
+    """The step whose weights the model has: the last one, or the best one."""
+    ends_with_best = training.context.config.load_best_model_at_end and training.best is not None
+    return int(training.best if ends_with_best else training.step)
+
+
+def _measured(directory: Path, step: int) -> Iterator[str]:
+    """The held-out metrics before and after training, and the curves; nothing where there are none.
+
+    Args:
+        step: whose weights the model has.
+    """
+    lines = (line for line in entries(directory / "metrics.jsonl") if line["step"] <= step)
+    evaluated = [line for line in lines if _held_out(line)]
     if evaluated:
         first, last = evaluated[0], evaluated[-1]
         names = sorted({*_held_out(first), *_held_out(last)})

@@ -45,7 +45,8 @@ def start(tmp_path_factory):
 
 
 def flags(values):
-    return [word for name, value in values.items() for word in (f"--{name}", json.dumps(value))]
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return [word for name, text in texts.items() for word in (f"--{name}", text)]
 
 
 def trained(recipe, start, directory, **more):
@@ -94,6 +95,17 @@ def test_a_card_has_the_account_losses_measures_and_curves(start, tmp_path, monk
     assert (run / "model/curves.png").read_bytes() == (run / "curves.png").read_bytes()
     assert "](curves.png)" in text and "    burnish dpo --output run\n" in text
     assert str(tmp_path) not in text
+
+
+def test_the_card_of_the_best_step_has_the_measures_of_that_step(start, tmp_path):
+    best = {"keep_best": "max:eval/loss", "load_best_model_at_end": True, "eval_every": 1, "learning_rate": 1e-2}
+    run = trained("dpo", start, tmp_path, eval_data=0.25, **best)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first, *others = (line["eval/loss"] for line in lines)
+    step = 1 + others.index(max(others))
+    text = card_of(run / "model").text
+    assert f"of burnish in {step} steps." in text
+    assert f"| metric | step 0 | step {step} |" in text and f"| {first:.4g} | {max(others):.4g} |" in text
 
 
 def test_an_adapter_has_a_card_of_its_own(start, tmp_path):
