@@ -200,6 +200,10 @@ def _tool(name: str, words: list[str]) -> int:
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "bench": (lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)), _BENCH),
+    "chat": (
+        partial(_tool, "chat"),
+        "Talk to what was trained, a line of standard input each turn: burnish chat runs/sft.",
+    ),
     "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
     "data": (
         partial(_examine, "data", "rows", {"metavar": "3", "type": int, "default": 3, "help": "of each part"}),
