@@ -183,6 +183,7 @@ def _tool(name: str, words: list[str]) -> int:
     """A command on what was trained: ``run(words)`` of its module, which refuses with a message, not a traceback."""
     shows_traceback = "--traceback" in words or bool(os.environ.get("BURNISH_TRACEBACK"))
     words = [word for word in words if word != "--traceback"]
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # peft imports it; see `_run`
     try:
         import_module(f".{name}", __package__).run(words)
     except KeyboardInterrupt:
