@@ -92,6 +92,7 @@ from burnish.loops.runs.ranks import opening, watching
 rank, port, hang_seconds = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 os.environ |= {{"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}}
 liveness.GRACE = 2.0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 with opening():
     liveness.open_watch(hang_seconds)
     dist.init_process_group("gloo")

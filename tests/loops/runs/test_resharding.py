@@ -78,6 +78,7 @@ def test_each_rank_writes_an_equal_part_and_nothing_is_pickled_but_numbers(saved
         assert min(sizes) > max(sizes) / 2
         assert sum(sizes) == 3 * (5 * 7 + 7 + 3 * 7 + 3) + 1 + 4  # AdamW's two, the buffer, and the counts of steps
         assert torch.load(path / "state.pt", weights_only=True).keys() == {
+            "end_tokens",
             "format",
             "step",
             "data",

@@ -56,6 +56,18 @@ def handlers():
     return [signal.getsignal(signal.Signals[name]) for name in STATUSES]
 
 
+@pytest.fixture
+def not_ignored():
+    """SIGINT is ignored in what a shell runs in the background, SIGHUP under nohup; a run leaves ignored ones alone."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("not_ignored")
 @pytest.mark.parametrize("name", STATUSES)
 def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(settings, name, capfd):
     before = handlers()
