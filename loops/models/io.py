@@ -410,8 +410,17 @@ def write_model(
         # An earlier model goes first, and weights come last: what is left half-way can't be loaded.
         for old in target.glob("*.safetensors*"):
             old.unlink()
-        tokenizer.save_pretrained(target)
+        _save_tokenizer(tokenizer, target)
         _assembled(policy.plain, weights).save_pretrained(target, max_shard_size=_FILE)
+
+
+def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write the tokenizer without how its files were found: on disk or on the Hub, with a network or without one."""
+    plain = copy.copy(tokenizer)
+    plain.init_kwargs = dict(tokenizer.init_kwargs)
+    for how_found in ("is_local", "local_files_only"):
+        plain.init_kwargs.pop(how_found, None)
+    plain.save_pretrained(directory)
 
 
 def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:

@@ -64,6 +64,18 @@ def test_a_saved_model_gives_the_log_probs_of_the_trained_one(start, tmp_path, f
     assert (tmp_path / "adapter").exists() == ("lora" in fields)
 
 
+def test_a_saved_tokenizer_says_nothing_of_how_it_was_found(start, tmp_path):
+    policy = Policy(load_model(config(start)))
+    written = []
+    for offline in (False, True):
+        tokenizer = AutoTokenizer.from_pretrained(start, local_files_only=offline)
+        target = tmp_path / str(offline)
+        save_model(policy, tokenizer, target)
+        written.append((target / "model/tokenizer_config.json").read_bytes())
+        assert tokenizer.init_kwargs["local_files_only"] is offline
+    assert written[0] == written[1]
+
+
 VARIANTS = {
     "rslora": {"use_rslora": True},
     "dora": {"use_dora": True},
