@@ -12,8 +12,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
               "leave it out, or set PYTHONOPTIMIZE=1", file=sys.stderr)  # fmt: skip
         return 2
     unclear = [word for word in sys.argv[1:] if os.fsencode(word) != word.encode(errors="replace")]
-    if arguments is None and unclear:  # tokenizers and safetensors would look for files of other names
-        print(f"burnish: {unclear[0]!r} is not UTF-8 here; set PYTHONUTF8=1, or use names in UTF-8", file=sys.stderr)
+    # tokenizers and safetensors would look for files of other names
+    if arguments is None and unclear:
+        print(
+            f"burnish: {unclear[0]!r} is not UTF-8 here; set PYTHONUTF8=1, or use names in UTF-8",
+            file=sys.stderr,
+        )
         return 2
     try:
         from .loops.cli import main as command

@@ -1,4 +1,6 @@
-"""Exports that are imported on first use (PEP 562), so that naming a package does not load torch and transformers."""
+"""Exports that are imported on first use (PEP 562), so that naming a package does not load torch
+and transformers.
+"""
 
 import ast
 import sys
@@ -9,10 +11,11 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package whose ``__init__`` imports its exports under ``if TYPE_CHECKING:``.
+    """The ``__getattr__`` of a package whose ``__init__`` imports its exports under
+    ``if TYPE_CHECKING:``.
 
-    Type checkers and editors read those imports; at run time each import happens when its name is first used.
-    ``__all__`` is all of their names.
+    Type checkers and editors read those imports; at run time each import happens when its name is
+    first used. ``__all__`` is all of their names.
     """
     module = sys.modules[package]
     source = {

@@ -1,9 +1,10 @@
-"""Time, memory and error of the divergence of two language-model heads: ``burnish bench divergence``.
+"""Time, memory and error of the divergence of two language-model heads:
+``burnish bench divergence``.
 
-From student's and teacher's hidden states, with the gradients of the student: forward KL (``--beta 0``), reverse KL (1)
-and the mixture between. The gate and the rules are those of ``burnish bench kernels``; the floor is the matrix products
-alone, with the logits of both heads computed once, and as often as without keeping any. In its name D is the mean of
-the two widths.
+From student's and teacher's hidden states, with the gradients of the student: forward KL
+(``--beta 0``), reverse KL (1) and the mixture between. The gate and the rules are those of
+``burnish bench kernels``; the floor is the matrix products alone, with the logits of both heads
+computed once, and as often as without keeping any. In its name D is the mean of the two widths.
 """
 
 import importlib
@@ -21,7 +22,11 @@ from .kernels import our_provider, our_providers, random_head, recompiling
 from .operation import Compute, Inputs, Operation, Products, Provider, needs
 
 OUTPUTS = ("loss", "divergence")
-PASSES = {"forward": (), "train": ("student_hidden", "student_weight"), "frozen": ("student_hidden",)}
+PASSES = {
+    "forward": (),
+    "train": ("student_hidden", "student_weight"),
+    "frozen": ("student_hidden",),
+}
 
 
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -33,15 +38,21 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
 }
 
 
-def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> dict[str, Tensor]:
+def random_tensors(
+    shape: Sequence[int], dtype: torch.dtype, random: torch.Generator
+) -> dict[str, Tensor]:
     tokens, student, teacher, vocab = shape
     heads = (random_head(tokens, width, vocab, dtype, random) for width in (student, teacher))
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
     return dict(zip(names, (x for head in heads for x in head), strict=True))
 
 
-def naive(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float) -> tuple[Tensor, ...]:
-    """Two log_softmax of student and teacher: the logits in the dtype of the model, the rest in float32."""
+def naive(
+    hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float
+) -> tuple[Tensor, ...]:
+    """Two log_softmax of student and teacher: the logits in the dtype of the model, the rest in
+    float32.
+    """
     logits = [hs @ ws.t(), ht @ wt.t()]
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
     s, t = (x.log_softmax(-1, dtype=dtype) for x in logits)
@@ -60,21 +71,29 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 def adapter(**options: Any) -> Compute:
     """``linear_divergence`` with these keyword arguments."""
 
-    def compute(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float) -> tuple[Tensor]:
+    def compute(
+        hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float
+    ) -> tuple[Tensor]:
         return (linear_divergence(hs, Head(ws), ht, Head(wt), beta=beta, **options),)
 
     return compute
 
 
-def trl(hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float) -> tuple[Tensor]:
+def trl(
+    hs: Tensor, ws: Tensor, ht: Tensor, wt: Tensor, outputs: object, *, beta: float
+) -> tuple[Tensor]:
     function = importlib.import_module("trl.kernels.chunked_divergence").ChunkedDivergenceFunction
     divergence, _ = function.apply(hs, ws, None, ht, wt, None, beta)
     return (divergence,)
 
 
 def liger(*tensors: Any, beta: float, accumulate: torch.dtype | None) -> tuple[Tensor]:
-    """Only the mean over tokens; by default it adds up the gradient of the head in the dtype of the head."""
-    function = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_jsd
+    """Only the mean over tokens; by default it adds up the gradient of the head in the dtype of the
+    head.
+    """
+    function = importlib.import_module(
+        "liger_kernel.transformers.functional"
+    ).liger_fused_linear_jsd
     return (function(*tensors[:-1], jsd_beta=beta, accum_dtype=accumulate),)
 
 
@@ -109,11 +128,15 @@ def products(inputs: Inputs, kind: str, dtype: torch.dtype) -> Products:
     wanted = ["student", "teacher", *(f"d_{name}" for name in PASSES[kind])]
     flops = {name: 2 * tokens * vocab * (t if name == "teacher" else s) for name in wanted}
     once = dict.fromkeys(wanted, 1)
-    # The normalizers of a mixture stand inside a logarithm: without kept logits they need a pass of their own.
+    # The normalizers of a mixture stand inside a logarithm: without kept logits they need a pass of
+    # their own.
     passes = (kind != "forward") + (2 if 0 < inputs.settings["beta"] < 1 else 1)
     ways = [once, once | {"student": passes, "teacher": passes}]
     unit = tokens * vocab * (s + t) / 2
-    floors = {f"{sum(flops[name] * count for name, count in way.items()) / unit:.3g}NDV": way for way in ways}
+    floors = {
+        f"{sum(flops[name] * count for name, count in way.items()) / unit:.3g}NDV": way
+        for way in ways
+    }
     return Products({name: steps[name] for name in wanted}, flops, floors)
 
 

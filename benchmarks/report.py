@@ -17,7 +17,13 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PEERS = {"trl": "trl", "liger": "liger-kernel", "cce": "cut-cross-entropy", "quack": "quack-kernels"}  # to packages
+# to packages
+PEERS = {
+    "trl": "trl",
+    "liger": "liger-kernel",
+    "cce": "cut-cross-entropy",
+    "quack": "quack-kernels",
+}
 PACKAGES = ("torch", "triton", "transformers", *PEERS.values(), "nvidia-cutlass-dsl")
 RULE = (
     "Held to float64 in every value and every gradient, of all rows; allowed is twice the error of the definition in "
@@ -27,7 +33,9 @@ RULE = (
 
 
 def merged(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One case of all records that measured it, with the rows of all; its floor is that of all their rounds."""
+    """One case of all records that measured it, with the rows of all; its floor is that of all
+    their rounds.
+    """
     cases: dict[str, dict[str, Any]] = {}
     for part in (case for r in records if isinstance(r.get("found"), list) for case in r["found"]):
         case = cases.setdefault(title(part), {**part, "floor": {}, "rows": []})
@@ -35,14 +43,19 @@ def merged(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         case["rows"] = [row for row in case["rows"] if row["provider"] not in names] + part["rows"]
         for name, floor in part["floor"].items():
             before = case["floor"].get(name)
-            rounds = summary([*(before["seconds"]["rounds"] if before else []), *floor["seconds"]["rounds"]])
+            rounds = summary(
+                [*(before["seconds"]["rounds"] if before else []), *floor["seconds"]["rounds"]]
+            )
             flops = (floor["tflops"] or 0) * floor["seconds"]["median"]
             case["floor"][name] = {"seconds": rounds, "tflops": flops / rounds["median"] or None}
-    for case in cases.values():  # a provider at a time: none has the baseline's rounds beside its own
+    # a provider at a time: none has the baseline's rounds beside its own
+    for case in cases.values():
         measured = [row for row in case["rows"] if row["status"] == "measured"]
         for base in [row for row in measured if row["provider"] == case["baseline"]]:
             for row in measured:
-                row["ratio"][case["baseline"]] = row["seconds"]["median"] / base["seconds"]["median"]
+                row["ratio"][case["baseline"]] = (
+                    row["seconds"]["median"] / base["seconds"]["median"]
+                )
     return list(cases.values())
 
 
@@ -51,8 +64,14 @@ def summary(seconds: list[float]) -> dict[str, Any]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The kind of machine and the versions, nothing that tells one machine from another of its kind."""
-    gpu = {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda} if device.type == "cuda" else {}
+    """The kind of machine and the versions, nothing that tells one machine from another of its
+    kind.
+    """
+    gpu = (
+        {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+        if device.type == "cuda"
+        else {}
+    )
     return {
         **gpu,
         "cpu": _processor(),
@@ -67,26 +86,37 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """Versions of the packages that are installed."""
-    installed = {name: [d.version for d in importlib.metadata.distributions(name=name)] for name in packages}
+    installed = {
+        name: [d.version for d in importlib.metadata.distributions(name=name)] for name in packages
+    }
     return {name: found[0] for name, found in installed.items() if found}
 
 
 def load() -> float | None:
-    """Processes that wanted a core in the last minute, other users' included; None where the system does not tell."""
+    """Processes that wanted a core in the last minute, other users' included; None where the system
+    does not tell.
+    """
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+    return next(
+        (line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor()
+    )
 
 
 def title(case: dict[str, Any]) -> str:
     operation = "" if case["operation"] == "kernels" else f"{case['operation']} "
     settings = [f"{name} {value:g}" for name, value in case["settings"].items()]
     shape = "x".join(map(str, case["shape"]))
-    parts = [f"{operation}{shape} {case['dtype']}", " + ".join(case["outputs"]), *settings, case["pass"]]
+    parts = [
+        f"{operation}{shape} {case['dtype']}",
+        " + ".join(case["outputs"]),
+        *settings,
+        case["pass"],
+    ]
     if case["inputs"] != "random":
         parts.append(f"{case['inputs']} inputs")
     if case["dead_rows"]:
@@ -96,7 +126,17 @@ def title(case: dict[str, Any]) -> str:
 
 def header(case: dict[str, Any]) -> list[str]:
     floors = [f"÷{name}" for name in case["floor"]]
-    names = ["provider", "ms", "min–max", "TFLOP/s", *floors, f"÷{case['baseline']}", "MB", "error", "of gradients"]
+    names = [
+        "provider",
+        "ms",
+        "min–max",
+        "TFLOP/s",
+        *floors,
+        f"÷{case['baseline']}",
+        "MB",
+        "error",
+        "of gradients",
+    ]
     return [*names, *["MHz / W / °C"] * _clocked(case)]
 
 
@@ -104,7 +144,11 @@ def shown(clocks: dict[str, Any] | None) -> str:
     """MHz / W / °C."""
     if not clocks:
         return ""
-    return "unknown" if "absent" in clocks else f"{clocks['mhz']:.0f} / {clocks['watts']:.0f} / {clocks['celsius']:.0f}"
+    return (
+        "unknown"
+        if "absent" in clocks
+        else f"{clocks['mhz']:.0f} / {clocks['watts']:.0f} / {clocks['celsius']:.0f}"
+    )
 
 
 def _clocked(case: dict[str, Any]) -> bool:
@@ -112,7 +156,9 @@ def _clocked(case: dict[str, Any]) -> bool:
 
 
 def cells(case: dict[str, Any]) -> Iterator[list[str]]:
-    """The rows of a table as text: the floors, then providers that were measured, then those that were not."""
+    """The rows of a table as text: the floors, then providers that were measured, then those that
+    were not.
+    """
     others, clocked = len(case["floor"]) + 2, _clocked(case)
     for name, floor in case["floor"].items():
         yield [f"{name} in {case['products_in']}", *_time(floor), *[""] * (others + 2 + clocked)]
@@ -124,7 +170,14 @@ def cells(case: dict[str, Any]) -> Iterator[list[str]]:
         against = (*case["floor"], case["baseline"])
         ratios = [f"{row['ratio'][name]:.2f}" if name in row["ratio"] else "" for name in against]
         memory = "" if row["extra_bytes"] is None else f"{row['extra_bytes'] / 1e6:.0f}"
-        yield [row["provider"], *_time(row), *ratios, memory, *errors, *[shown(row.get("clocks"))] * clocked]
+        yield [
+            row["provider"],
+            *_time(row),
+            *ratios,
+            memory,
+            *errors,
+            *[shown(row.get("clocks"))] * clocked,
+        ]
 
 
 def _time(row: dict[str, Any]) -> list[str]:
@@ -139,12 +192,17 @@ def _worst(errors: dict[str, float], *, gradients: bool) -> str:
 
 
 def reasons(case: dict[str, Any]) -> list[str]:
-    return [f"{row['provider']} {row['status']}: {row['reason']}" for row in case["rows"] if "reason" in row]
+    return [
+        f"{row['provider']} {row['status']}: {row['reason']}"
+        for row in case["rows"]
+        if "reason" in row
+    ]
 
 
 def console() -> Console:
     console = Console()
-    console.width = max(console.width, 132)  # a table that wraps can still be read, one that is cut can't
+    # a table that wraps can still be read, one that is cut can't
+    console.width = max(console.width, 132)
     return console
 
 
@@ -152,7 +210,9 @@ def say(text: str) -> None:
     console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def show_table(head: Sequence[str], rows: Iterable[list[str]], title: str | None = None, *, wrap: bool = False) -> None:
+def show_table(
+    head: Sequence[str], rows: Iterable[list[str]], title: str | None = None, *, wrap: bool = False
+) -> None:
     """In the terminal; numbers stand to the right."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(head):
@@ -174,13 +234,24 @@ def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(part.replace('|', '&#124;') for part in line)} |"
 
 
-def markdown(report: dict[str, Any], sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()) -> str:
+def markdown(
+    report: dict[str, Any], sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()
+) -> str:
     machine = report["machine"]
     where = f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads"
     where += "" if machine["load"] is None else f", load {machine['load']} before"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    lines = [f"# `{report['command']}`", "", f"{where}; {versions}; {machine['date']}.", "", RULE, ""]
-    lines += [f"- {name} is not measured: {reason}" for name, reason in report["unavailable"].items()]
+    lines = [
+        f"# `{report['command']}`",
+        "",
+        f"{where}; {versions}; {machine['date']}.",
+        "",
+        RULE,
+        "",
+    ]
+    lines += [
+        f"- {name} is not measured: {reason}" for name, reason in report["unavailable"].items()
+    ]
     for name, head, rows in sections:
         lines += ["", *([f"## {name}", ""] if name else []), *table(head, rows)]
     for case in report["cases"]:
@@ -190,11 +261,15 @@ def markdown(report: dict[str, Any], sections: Iterable[tuple[str, list[str], li
 
 
 def save(
-    report: dict[str, Any], directory: Path, name: str, sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()
+    report: dict[str, Any],
+    directory: Path,
+    name: str,
+    sections: Iterable[tuple[str, list[str], list[list[str]]]] = (),
 ) -> None:
     """``name.json`` and ``name.md``, with further tables before those of the cases."""
     directory.mkdir(parents=True, exist_ok=True)
-    strict = json.loads(json.dumps(report), parse_constant=str)  # NaN, the error of a failure, is no JSON
+    # NaN, the error of a failure, is no JSON
+    strict = json.loads(json.dumps(report), parse_constant=str)
     (directory / f"{name}.json").write_text(json.dumps(strict, indent=1, allow_nan=False) + "\n")
     (directory / f"{name}.md").write_text(markdown(report, sections))
 
@@ -210,7 +285,8 @@ def figure(width: float, height: float) -> Any:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """Time over the floor with the logits kept, a panel for each pass and its outputs, a group for each shape.
+    """Time over the floor with the logits kept, a panel for each pass and its outputs, a group for
+    each shape.
 
     There is none where nothing was measured, or matplotlib is not installed.
     """
@@ -218,15 +294,21 @@ def plot(report: dict[str, Any], path: Path) -> None:
         return
     panels: dict[str, list[dict[str, Any]]] = {}
     for case in report["cases"]:
-        panels.setdefault(title(case).replace("x".join(map(str, case["shape"])) + " ", ""), []).append(case)
+        panels.setdefault(
+            title(case).replace("x".join(map(str, case["shape"])) + " ", ""), []
+        ).append(case)
     names = list(dict.fromkeys(row["provider"] for case in report["cases"] for row in case["rows"]))
     colors = {name: f"C{k}" for k, name in enumerate(names)}
     picture = figure(min(24, 6 + 2 * max(map(len, panels.values()))), 0.8 + 2.4 * len(panels))
-    for axes, (label, cases) in zip(picture.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True):
+    for axes, (label, cases) in zip(
+        picture.subplots(len(panels), squeeze=False)[:, 0], panels.items(), strict=True
+    ):
         _bars(axes, cases, colors)
         axes.set_title(label, loc="left", fontsize="medium")
     handles = [axes.bar(0, 0, color=color, label=name) for name, color in colors.items()]
-    picture.legend(handles=handles, loc="outside lower center", ncols=5, fontsize="small", frameon=False)
+    picture.legend(
+        handles=handles, loc="outside lower center", ncols=5, fontsize="small", frameon=False
+    )
     picture.savefig(path, dpi=120)
 
 
@@ -237,10 +319,14 @@ def _bars(axes: Any, cases: list[dict[str, Any]], colors: dict[str, str]) -> Non
         measured = [row for row in case["rows"] if row["status"] == "measured"]
         heights = [row["ratio"][kept] for row in measured]
         edges, right = [left + k for k in range(len(measured))], left + len(measured)
-        axes.bar(edges, heights, 0.9, align="edge", color=[colors[row["provider"]] for row in measured])
+        axes.bar(
+            edges, heights, 0.9, align="edge", color=[colors[row["provider"]] for row in measured]
+        )
         axes.hlines(1, left, right, "black", linewidth=0.8)
         for name in recomputed:
-            floor = case["floor"][name]["seconds"]["median"] / case["floor"][kept]["seconds"]["median"]
+            floor = (
+                case["floor"][name]["seconds"]["median"] / case["floor"][kept]["seconds"]["median"]
+            )
             axes.hlines(floor, left, right, "black", "dotted", linewidth=0.8)
         ticks.append((left + right) / 2)
         labels.append("×".join(map(str, case["shape"])))

@@ -1,6 +1,8 @@
-"""A process in which providers run: one that crashes or hangs loses its row, and the report goes on.
+"""A process in which providers run: one that crashes or hangs loses its row, and the report goes
+on.
 
-An illegal memory access ends every later use of the GPU in its process; a lock that is never released waits for ever.
+An illegal memory access ends every later use of the GPU in its process; a lock that is never
+released waits for ever.
 """
 
 import multiprocessing
@@ -24,7 +26,8 @@ class Lost(RuntimeError):
 
 
 class Worker:
-    """Calls functions that stand at the top of a module: in another process, and in a new one after any failure.
+    """Calls functions that stand at the top of a module: in another process, and in a new one after
+    any failure.
 
     Args:
         isolated: False calls them in this process, without a time limit.
@@ -36,7 +39,9 @@ class Worker:
         self._process: Any = None
         self._line: Any = None
 
-    def call(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+    ) -> Any:
         """``function(*arguments)``.
 
         Raises:
@@ -55,10 +60,14 @@ class Worker:
             self.close()
             raise
 
-    def prepare(self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
+    def prepare(
+        self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+    ) -> Any:
         """A call in which no provider runs: if it is lost that is a `CallFailed`."""
         try:
-            return self.call(function, *arguments, seconds=self.start if seconds is None else seconds)
+            return self.call(
+                function, *arguments, seconds=self.start if seconds is None else seconds
+            )
         except Lost as error:
             raise CallFailed(str(error)) from error
 

@@ -1,6 +1,7 @@
 """Data: records -> tokens and masks -> ragged batches by step number."""
 
-# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a
+# statement of its own
 from .accounting import Accounting as Accounting
 from .batches import (
     Batches as Batches,

@@ -13,7 +13,8 @@ from datasets import Dataset, List, Value
 
 from .records import Records
 
-NOTES = {  # columns that an encoded dataset has until `summarize` has read them; `_row` stays, for messages
+# columns that an encoded dataset has until `summarize` has read them; `_row` stays, for messages
+NOTES = {
     "_kind": Value("string"),
     "_problem": Value("string"),
     "_truncated": Value("bool"),
@@ -33,20 +34,24 @@ class Accounting:
     Attributes:
         source: where the rows came from.
         read, kept: rows.
-        examples: made from the rows kept: one of each, but two of a pair whose completions are used separately, and
-            several of a conversation if the chat template renders a turn differently once others follow.
+        examples: made from the rows kept: one of each, but two of a pair whose completions are used
+            separately, and several of a conversation if the chat template renders a turn
+            differently once others follow.
         truncated: examples that `max_length` shortened.
-        skipped: rows left out, by kind (`"identical after truncation"`, `"fully masked"`, `"prompt too long"`, ...).
-        first: by the same kinds, where the first such row is and what is wrong with it; and where that of "special" is.
-        shortened: examples whose prompt lost its last tokens to the completion: a token spans the two, or the chat
-            template renders a prompt alone differently.
+        skipped: rows left out, by kind (`"identical after truncation"`, `"fully masked"`, `"prompt
+            too long"`, ...).
+        first: by the same kinds, where the first such row is and what is wrong with it; and where
+            that of "special" is.
+        shortened: examples whose prompt lost its last tokens to the completion: a token spans the
+            two, or the chat template renders a prompt alone differently.
         special: examples with the text of a special token in a message.
         own_system: examples with a system message of their own, where all rows were to get one.
-        contradictory: examples that another one contradicts: the same pair with chosen and rejected swapped, or the
-            same completion labeled the other way.
+        contradictory: examples that another one contradicts: the same pair with chosen and rejected
+            swapped, or the same completion labeled the other way.
         labels: how many completions are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
-        end_tokens: those that end the completions of rows kept, or would end an answer to their prompts, in order.
+        end_tokens: those that end the completions of rows kept, or would end an answer to their
+            prompts, in order.
         unused: columns that nothing reads.
         available: rows of the source, unless each of them is used exactly once.
         parts: of a mixture.
@@ -78,15 +83,24 @@ class Accounting:
             for part in self.parts:
                 lines += [f"  {line}" for line in str(part).split("\n")]
             return "\n".join(lines)
-        lines += [f"  {count:,} skipped, {kind}; the first: {self.first[kind]}" for kind, count in self.skipped.items()]
+        lines += [
+            f"  {count:,} skipped, {kind}; the first: {self.first[kind]}"
+            for kind, count in self.skipped.items()
+        ]
         if self.truncated:
             lines.append(f"  {self.truncated:,} truncated to max_length={self.max_length}")
         if self.shortened:
-            lines.append(f"  {self.shortened:,} where the prompt's last tokens went to the completion")
+            lines.append(
+                f"  {self.shortened:,} where the prompt's last tokens went to the completion"
+            )
         if self.special:
-            lines.append(f"  {self.special:,} with a special token in a message; the first: {self.first['special']}")
+            lines.append(
+                f"  {self.special:,} with a special token in a message; the first: {self.first['special']}"
+            )
         if self.own_system:
-            lines.append(f"  {self.own_system:,} that keep a system message of their own, instead of system_prompt")
+            lines.append(
+                f"  {self.own_system:,} that keep a system message of their own, instead of system_prompt"
+            )
         if self.contradictory:
             lines += [
                 f"  {self.contradictory:,} contradictory: another row has the same completions with the opposite label"
@@ -110,21 +124,33 @@ class Accounting:
 
 
 def summarize(
-    encoded: Dataset, records: Records, *, labeled: bool, max_length: int | None, unused: Sequence[str]
+    encoded: Dataset,
+    records: Records,
+    *,
+    labeled: bool,
+    max_length: int | None,
+    unused: Sequence[str],
 ) -> tuple[npt.NDArray[np.int64], Accounting]:
-    """The examples to keep, and the account of all rows; ``labeled``: whether there is a column `desirable`."""
+    """The examples to keep, and the account of all rows; ``labeled``: whether there is a column
+    `desirable`.
+    """
     table = encoded.with_format("arrow")[:]  # memory-mapped where the dataset is
     kinds = table["_kind"]
     rows = table["_row"]
     problems = table["_problem"]
     kept = np.flatnonzero(pc.is_null(kinds))
-    skipped = {each["values"]: each["counts"] for each in pc.value_counts(kinds.drop_null()).to_pylist()}
+    skipped = {
+        each["values"]: each["counts"] for each in pc.value_counts(kinds.drop_null()).to_pylist()
+    }
     firsts = {kind: pc.index(kinds, kind).as_py() for kind in skipped}
     special = pc.index(table["_special"], True).as_py()
-    trained = pc.list_flatten(pc.list_flatten(table["trained"]))  # a row that is skipped has no tokens
+    # a row that is skipped has no tokens
+    trained = pc.list_flatten(pc.list_flatten(table["trained"]))
     desirable = _total(table["desirable"]) if labeled else 0
     statements, contradictions = pc.list_flatten(table["_digests"]).to_numpy().reshape(-1, 2).T
-    first = {kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()}
+    first = {
+        kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()
+    }
     if special >= 0:
         first["special"] = records.where(rows[special].as_py())
     return kept, Accounting(
@@ -154,18 +180,25 @@ def _total(column: Any) -> int:
 
 
 def combine(parts: Sequence[Accounting], source: str | None = None) -> Accounting:
-    """The account of a mixture; or of one ``source`` whose rows were counted one batch after another."""
+    """The account of a mixture; or of one ``source`` whose rows were counted one batch after
+    another.
+    """
     values: dict[str, Any] = {
         field.name: sum(getattr(part, field.name) for part in parts)
         for field in fields(Accounting)
         if field.type is int
     }
-    counters = {"skipped": Counter[str](), "labels": Counter[str]()}  # a sum of them would drop zeros
+    # a sum of them would drop zeros
+    counters = {"skipped": Counter[str](), "labels": Counter[str]()}
     for part, (name, counter) in product(parts, counters.items()):
         counter.update(getattr(part, name))
     values |= {name: dict(counter) for name, counter in counters.items()}
     values["end_tokens"] = tuple(sorted({token for part in parts for token in part.end_tokens}))
-    values["first"] = {kind: where for part in reversed(parts) for kind, where in part.first.items()}
+    values["first"] = {
+        kind: where for part in reversed(parts) for kind, where in part.first.items()
+    }
     if source is not None:
         return replace(parts[0], source=source, **values)
-    return Accounting(f"{len(parts)} parts", **values, max_length=parts[0].max_length, parts=tuple(parts))
+    return Accounting(
+        f"{len(parts)} parts", **values, max_length=parts[0].max_length, parts=tuple(parts)
+    )

@@ -21,14 +21,18 @@ _CHECKED = LAYOUT_COLUMNS | {"margin", "weight"}
 
 
 def changed_columns(dataset: Dataset, *, of_file: bool) -> list[str]:
-    """The columns whose texts are numbers now or, in the dataset of a JSON file, times; rows in memory hold times."""
+    """The columns whose texts are numbers now or, in the dataset of a JSON file, times; rows in
+    memory hold times.
+    """
     times = [name for name, kind in dataset.features.items() if of_file and _has_times(kind)]
     free = [name for name in dataset.column_names if name not in _CHECKED]
     return times + [name for name in free if _mixes_scalars(dataset, name)]
 
 
 def as_written(dataset: Dataset, rows: Sequence[Mapping[str, Any]], *, of_file: bool) -> Dataset:
-    """The dataset of these rows, in which the columns above are text as they are written; a number among texts, too."""
+    """The dataset of these rows, in which the columns above are text as they are written; a number
+    among texts, too.
+    """
     read_again: dict[str, list[Any]] = {}
     kinds: dict[str, Any] = {}
     for name in changed_columns(dataset, of_file=of_file):
@@ -78,7 +82,9 @@ def _without_times(kind: Any) -> Any:
 
 
 def _mixes_scalars(dataset: Dataset, name: str) -> bool:
-    """True for a column of texts and numbers, which is kept as JSON; one with lists or mappings stays JSON."""
+    """True for a column of texts and numbers, which is kept as JSON; one with lists or mappings
+    stays JSON.
+    """
     if type(dataset.features[name]).__name__ != "Json":
         return False
     stored = dataset.data.column(name)

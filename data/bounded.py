@@ -1,7 +1,8 @@
-"""Calls that may never end or may take all memory, such as a chat template's, tried in a child process first.
+"""Calls that may never end or may take all memory, such as a chat template's, tried in a child
+process first.
 
-The child is a fork, which takes milliseconds, and has limits of processor time and of memory. Its result is lost; it
-proves that this process can make the same call.
+The child is a fork, which takes milliseconds, and has limits of processor time and of memory. Its
+result is lost; it proves that this process can make the same call.
 """
 
 import gc
@@ -20,7 +21,8 @@ _OUT_OF_MEMORY = 3  # its exit status
 
 
 def excess(function: Callable[[], Any], *, seconds: int = SECONDS, size: int = BYTES) -> str | None:
-    """Say what a call takes too much of, after it was made in a child process; None if it keeps within the limits.
+    """Say what a call takes too much of, after it was made in a child process; None if it keeps
+    within the limits.
 
     A call that raises keeps within them. Without ``fork`` nothing is tried.
 
@@ -41,14 +43,17 @@ def excess(function: Callable[[], Any], *, seconds: int = SECONDS, size: int = B
         return None  # it waited instead of computing, which says nothing of the call
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU:
         return f"more than {seconds} s"
-    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL  # by a system short of memory
+    # by a system short of memory
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
     if killed or (os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OUT_OF_MEMORY):
         return f"more than {size >> 20} MiB of memory"
     return None
 
 
 def _be_child(function: Callable[[], Any], seconds: int, size: int) -> None:
-    """Make the call within limits, and end this process without any of the clean-up that belongs to its parent."""
+    """Make the call within limits, and end this process without any of the clean-up that belongs to
+    its parent.
+    """
     status = 0
     try:
         import resource  # where there is a fork, there are limits

@@ -1,16 +1,19 @@
-"""Texts and conversations as token ids, the assistant's tokens among them, and whether two vocabularies agree.
+"""Texts and conversations as token ids, the assistant's tokens among them, and whether two
+vocabularies agree.
 
 Two ways to find the tokens to train:
 
     completion   all that the chat template adds to the prompt and its generation prompt, a trailing newline included;
                  plain completions end with the EOS token. Token ids are TRL's.
     assistant    of every turn the tokens that the model generates after the generation prompt, up to its end token: not
-                 the role header before them, nor the newline after, nor what others say. Templates with
-                 {% generation %} mark them; with others, `turns` finds and proves them by rendering.
+                 the role header before them, nor the newline after, nor what others say. Templates
+                 with {% generation %} mark them; with others, `turns` finds and proves them by
+                 rendering.
 
-A template may render a turn in another way once others follow: Qwen3 leaves out its reasoning, gpt-oss ends it with
-another token. Then a conversation is several examples, each of which ends with a turn as the model generates it, after
-what the template makes of the turns before: each turn is trained once, in the context in which it would be generated.
+A template may render a turn in another way once others follow: Qwen3 leaves out its reasoning,
+gpt-oss ends it with another token. Then a conversation is several examples, each of which ends with
+a turn as the model generates it, after what the template makes of the turns before: each turn is
+trained once, in the context in which it would be generated.
 """
 
 import json
@@ -38,7 +41,9 @@ _TRIED: set[str] = set()  # templates that have rendered a conversation within l
 
 
 def read_chat_template(template: str | os.PathLike[str]) -> str:
-    """A chat template, given by its text, which holds {{ or {%, or by its file; DataError if that does not exist."""
+    """A chat template, given by its text, which holds {{ or {%, or by its file; DataError if that
+    does not exist.
+    """
     if isinstance(template, str) and re.search(r"\{[{%]", template):
         return template
     if not Path(template).is_file():
@@ -51,7 +56,9 @@ class _Turn(NamedTuple):
     """The text of a conversation through the end of an assistant's turn."""
 
     text: str
-    begin: int  # the character of the text at which the model begins to write; 0 if the template marks its tokens
+    # the character of the text at which the model begins to write; 0 if the template marks its
+    # tokens
+    begin: int
     shortened: bool  # whether the generation prompt lost its end to the turn
 
 
@@ -59,7 +66,8 @@ class _Turn(NamedTuple):
 class Encoder:
     """A tokenizer and the text or file of another chat template to use with it.
 
-    ``chat_template_kwargs`` are arguments of the template, such as ``enable_thinking``; a row's own ones win.
+    ``chat_template_kwargs`` are arguments of the template, such as ``enable_thinking``; a row's own
+    ones win.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -71,17 +79,23 @@ class Encoder:
             object.__setattr__(self, "chat_template", read_chat_template(self.chat_template))
         for name in self.chat_template_kwargs:
             if not self.uses(name):
-                raise DataError(f"chat_template_kwargs: the chat template uses no {name!r}; correct or remove it")
+                raise DataError(
+                    f"chat_template_kwargs: the chat template uses no {name!r}; correct or remove it"
+                )
 
     def continuations(
-        self, prompt: str | list[Message], completions: Sequence[str | list[Message]], options: Mapping[str, Any]
+        self,
+        prompt: str | list[Message],
+        completions: Sequence[str | list[Message]],
+        options: Mapping[str, Any],
     ) -> tuple[list[int], list[list[int]], list[list[bool]], bool]:
-        """Token ids of the prompt, the tokens that each completion adds to it, and which of these are trained.
+        """Token ids of the prompt, the tokens that each completion adds to it, and which of these
+        are trained.
 
-        The prompt's tokens are the beginning that the tokens of prompt and of prompt + completion share. Where a token
-        spans the boundary, or the template closes the prompt differently, the prompt loses its last tokens to the
-        completions: the last value returned is whether it did. Of a completion of several messages only the assistant's
-        turns are trained.
+        The prompt's tokens are the beginning that the tokens of prompt and of prompt + completion
+        share. Where a token spans the boundary, or the template closes the prompt differently, the
+        prompt loses its last tokens to the completions: the last value returned is whether it did.
+        Of a completion of several messages only the assistant's turns are trained.
         """
         if isinstance(prompt, str):
             alone = self.plain(prompt)
@@ -110,20 +124,28 @@ class Encoder:
         (ids, trained, _), *others = self.assistant(messages, options, start=len(prompt))
         if others:
             problem = "the chat template renders turns of an answer in another way once others follow, so it is no text"
-            raise BadRow("template", f"{problem}; give each turn a row of its own, or use another template")
+            raise BadRow(
+                "template", f"{problem}; give each turn a row of its own, or use another template"
+            )
         return ids, trained
 
     def assistant(
         self, messages: list[Message], options: Mapping[str, Any], start: int = 0
     ) -> list[tuple[list[int], list[bool], bool]]:
-        """Examples that train the assistant in ``messages[start:]``, but for messages that say ``train: false``.
+        """Examples that train the assistant in ``messages[start:]``, but for messages that say
+        ``train: false``.
 
-        Each is token ids, which of them are trained, and whether a generation prompt lost its end to a turn.
+        Each is token ids, which of them are trained, and whether a generation prompt lost its end
+        to a turn.
         """
         every = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
-        turns = [number for number in every if number >= start and messages[number].get("train", True)]
+        turns = [
+            number for number in every if number >= start and messages[number].get("train", True)
+        ]
         if not turns:
-            raise BadRow("empty", "all messages of the assistant's say train: false; remove the row")
+            raise BadRow(
+                "empty", "all messages of the assistant's say train: false; remove the row"
+            )
         render = partial(self.render, options=options)
         heads = {n: messages[: n + 1] for n in turns}
         rendered = {n: render(head) for n, head in heads.items()}
@@ -140,14 +162,17 @@ class Encoder:
             else:
                 places = [(found[n].begin, len(found[n].text)) for n in together]
                 ids, spans = self._cut(found[last].text, places)
-                together = together[-len(spans) :]  # where a token spans an edge, the last turn alone
+                # where a token spans an edge, the last turn alone
+                together = together[-len(spans) :]
             trained = self._trained(ids, together, spans)
             shortened = any(found[n].shortened for n in together)
             examples.insert(0, (ids, trained, shortened))
             turns = [n for n in turns if n not in together]
         return examples
 
-    def _turn(self, render: Callable[..., str], messages: list[Message], text: str, full: str) -> _Turn:
+    def _turn(
+        self, render: Callable[..., str], messages: list[Message], text: str, full: str
+    ) -> _Turn:
         """The last turn of some messages, as the model writes it.
 
         Args:
@@ -161,8 +186,12 @@ class Encoder:
         text = through_end(render, messages, text, begin, self._special_tokens, full)
         return _Turn(text, begin, shortened)
 
-    def _trained(self, ids: list[int], numbers: list[int], spans: list[tuple[int, int]]) -> list[bool]:
-        """Mark the tokens of turns, each through its end token; ``numbers`` says which messages they are."""
+    def _trained(
+        self, ids: list[int], numbers: list[int], spans: list[tuple[int, int]]
+    ) -> list[bool]:
+        """Mark the tokens of turns, each through its end token; ``numbers`` says which messages
+        they are.
+        """
         trained = [False] * len(ids)
         for number, (begin, stop) in zip(numbers, spans, strict=True):
             end = self._end_token(ids, begin, stop, number)
@@ -180,12 +209,16 @@ class Encoder:
 
     @cached_property
     def reply_end(self) -> set[int]:
-        """The token that ends a reply under the chat template; empty if the template does not show it."""
+        """The token that ends a reply under the chat template; empty if the template does not show
+        it.
+        """
         question: Message = {"role": "user", "content": "Ready?"}
         reply: Message = {"role": ASSISTANT, "content": "Yes."}
         try:
             ids, trained, _ = self.assistant([question, reply], {})[-1]
-        except ValueError:  # such a template is refused where its turns are trained; here nothing is
+        except (
+            ValueError
+        ):  # such a template is refused where its turns are trained; here nothing is
             return set()
         return self.end_tokens(ids, trained)
 
@@ -195,10 +228,14 @@ class Encoder:
     def with_eos(self, text: str) -> str:
         eos = self.tokenizer.eos_token
         if eos is None:
-            raise ValueError("the tokenizer has no EOS token to end a plain text with; set tokenizer.eos_token")
+            raise ValueError(
+                "the tokenizer has no EOS token to end a plain text with; set tokenizer.eos_token"
+            )
         return text if text.endswith(eos) else text + eos
 
-    def chat(self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False) -> list[int]:
+    def chat(
+        self, messages: list[Message], options: Mapping[str, Any], generation_prompt: bool = False
+    ) -> list[int]:
         """Token ids of messages; BadRow if the template leaves some out."""
         render = partial(self.render, generation_prompt=generation_prompt, options=options)
         text = render(messages)
@@ -206,17 +243,31 @@ class Encoder:
         return self.bare(text)
 
     def bare(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Tokens of a text without BOS or others that the tokenizer adds; a template writes its own BOS."""
+        """Tokens of a text without BOS or others that the tokenizer adds; a template writes its own
+        BOS.
+        """
         if self._cuts is not None and not add_special_tokens:
-            return [token for piece in self._cuts.split(text) if piece for token in self._piece(piece)]
-        settings: dict[str, Any] = {"add_special_tokens": add_special_tokens, "return_attention_mask": False}
+            return [
+                token for piece in self._cuts.split(text) if piece for token in self._piece(piece)
+            ]
+        settings: dict[str, Any] = {
+            "add_special_tokens": add_special_tokens,
+            "return_attention_mask": False,
+        }
         return list(self.tokenizer(text, verbose=False, **settings)["input_ids"])
 
     def render(
-        self, messages: list[Message], generation_prompt: bool = False, *, options: Mapping[str, Any], **mode: Any
+        self,
+        messages: list[Message],
+        generation_prompt: bool = False,
+        *,
+        options: Mapping[str, Any],
+        **mode: Any,
     ) -> str:
         options = {**mode, **self.chat_template_kwargs, **options}
-        return str(self._apply(messages, options, add_generation_prompt=generation_prompt, tokenize=False))
+        return str(
+            self._apply(messages, options, add_generation_prompt=generation_prompt, tokenize=False)
+        )
 
     def _apply(self, messages: list[Message], options: Mapping[str, Any], **settings: Any) -> Any:
         if not self._source:
@@ -225,9 +276,14 @@ class Encoder:
                 "file.jinja), or give prompts and completions as plain text"
             )
         if options.get("tools") and not self.uses("tools"):
-            raise BadRow("template", "the chat template leaves out 'tools'; use one that knows tools, or name no tools")
+            raise BadRow(
+                "template",
+                "the chat template leaves out 'tools'; use one that knows tools, or name no tools",
+            )
         settings = {**self.chat_template_kwargs, **options, **settings}
-        apply = partial(self.tokenizer.apply_chat_template, chat_template=self.chat_template, **settings)
+        apply = partial(
+            self.tokenizer.apply_chat_template, chat_template=self.chat_template, **settings
+        )
         self._try_out(partial(apply, conversation=messages))
         try:
             try:
@@ -238,10 +294,13 @@ class Encoder:
                     raise
                 return apply(conversation=texts)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise BadRow("template", f"the chat template refuses the conversation: {error}") from error
+            raise BadRow(
+                "template", f"the chat template refuses the conversation: {error}"
+            ) from error
 
     def _try_out(self, apply: Callable[[], Any]) -> None:
-        """Render the first conversation within limits, as a template may loop without end, or fill the memory.
+        """Render the first conversation within limits, as a template may loop without end, or fill
+        the memory.
 
         Raises:
             DataError: says which limit it exceeds.
@@ -257,16 +316,19 @@ class Encoder:
 
     @cached_property
     def _piece(self) -> Callable[[str], list[int]]:
-        """The tokens of a text between two cuts; pieces come several times: a prompt before each of its completions."""
+        """The tokens of a text between two cuts; pieces come several times: a prompt before each of
+        its completions.
+        """
         encode = self.tokenizer.backend_tokenizer.encode
         return lru_cache(64)(lambda text: encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _cuts(self) -> re.Pattern[str] | None:
-        """The added tokens at which a fast tokenizer cuts a text before it looks at each piece by itself.
+        """The added tokens at which a fast tokenizer cuts a text before it looks at each piece by
+        itself.
 
-        None if the cut depends on more: a token strips white space beside it or must be a whole word, the first piece
-        of a text gets a space, or a class of tokenizers has rules of its own.
+        None if the cut depends on more: a token strips white space beside it or must be a whole
+        word, the first piece of a text gets a space, or a class of tokenizers has rules of its own.
         """
         from transformers import PreTrainedTokenizerFast as Fast
 
@@ -275,10 +337,16 @@ class Encoder:
         has_own_rules = (kind.__call__, kind._encode_plus) != (Fast.__call__, Fast._encode_plus)
         if backend is None or has_own_rules:
             return None
-        tokens = [token for token in backend.get_added_tokens_decoder().values() if not token.normalized]
+        tokens = [
+            token for token in backend.get_added_tokens_decoder().values() if not token.normalized
+        ]
         looks_beside = any(token.lstrip or token.rstrip or token.single_word for token in tokens)
         pre_tokenizer = backend.pre_tokenizer.__getstate__() if backend.pre_tokenizer else b""
-        if looks_beside or b'"prepend_scheme":"first"' in pre_tokenizer or self.tokenizer.split_special_tokens:
+        if (
+            looks_beside
+            or b'"prepend_scheme":"first"' in pre_tokenizer
+            or self.tokenizer.split_special_tokens
+        ):
             return None
         self.tokenizer("", add_special_tokens=False)  # turns off truncation and padding
         return re.compile(f"({_any_of(token.content for token in tokens)})")
@@ -303,24 +371,38 @@ class Encoder:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        added = {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        added = {
+            index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special
+        }
         return frozenset(added | set(self.tokenizer.all_special_ids))
 
     @cached_property
     def _special_tokens(self) -> re.Pattern[str]:
-        return re.compile(_any_of(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self.special)))))
+        return re.compile(
+            _any_of(map(str, self.tokenizer.convert_ids_to_tokens(sorted(self.special))))
+        )
 
     def names_special_token(self, row: ParsedRow) -> bool:
-        """True if a message holds the text of a special token, which the tokenizer takes for that token."""
-        conversations = [value for value in (row.prompt, *row.completions) if isinstance(value, list)]
+        """True if a message holds the text of a special token, which the tokenizer takes for that
+        token.
+        """
+        conversations = [
+            value for value in (row.prompt, *row.completions) if isinstance(value, list)
+        ]
         for message in chain.from_iterable(conversations):
             if self._special_tokens.search(message.get("content") or ""):
                 return True
         return False
 
-    def _marked(self, messages: list[Message], options: Mapping[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids, and the runs of ids within {% generation %}: one for each message of the assistant's."""
-        out = self._apply(messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    def _marked(
+        self, messages: list[Message], options: Mapping[str, Any]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids, and the runs of ids within {% generation %}: one for each message of the
+        assistant's.
+        """
+        out = self._apply(
+            messages, options, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
         mask = [0, *out["assistant_masks"], 0]
         edges = [index for index, (before, after) in enumerate(pairwise(mask)) if before != after]
         runs = list(zip(edges[::2], edges[1::2], strict=True))
@@ -331,31 +413,39 @@ class Encoder:
             raise BadRow("template", f"{problem}, and the assistant has {turns} messages; {fix}")
         return list(out["input_ids"]), runs
 
-    def _cut(self, text: str, turns: list[tuple[int, int]]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text that ends with a turn, and the runs of its turns, given by their characters.
+    def _cut(
+        self, text: str, turns: list[tuple[int, int]]
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text that ends with a turn, and the runs of its turns, given by their
+        characters.
 
-        If a token spans the edge of one, the last turn alone is cut off: its tokens then follow the prompt's tokens, as
-        when they are generated.
+        If a token spans the edge of one, the last turn alone is cut off: its tokens then follow the
+        prompt's tokens, as when they are generated.
         """
         ids = self.bare(text)
         edges = [edge for turn in turns for edge in turn]
         pieces = [self.bare(text[a:b]) for a, b in pairwise([0, *edges])]
         bounds = list(accumulate(map(len, pieces)))
         if list(chain.from_iterable(pieces)) != ids:
-            # Some tokenizers treat the beginning of a text in their own way: compare whole prefixes.
+            # Some tokenizers treat the beginning of a text in their own way: compare whole
+            # prefixes.
             prefixes = [self.bare(text[:edge]) for edge in edges]
             bounds = list(map(len, prefixes))
             if any(ids[: len(prefix)] != prefix for prefix in prefixes):
                 prompt = prefixes[-2]
                 turn = self.bare(text[edges[-2] :])
                 if self._decoded(prompt + turn) != self._decoded(ids):
-                    raise BadRow("template", f"a token spans the edge of what the assistant writes; {ADVICE}")
+                    raise BadRow(
+                        "template", f"a token spans the edge of what the assistant writes; {ADVICE}"
+                    )
                 ids = prompt + turn
                 bounds = [len(prompt), len(ids)]
         return ids, list(zip(bounds[::2], bounds[1::2], strict=True))
 
     def _end_token(self, ids: list[int], begin: int, stop: int, number: int) -> int:
-        """The end of a turn in ``ids[begin:stop]``: after its end token, which only white space may follow."""
+        """The end of a turn in ``ids[begin:stop]``: after its end token, which only white space may
+        follow.
+        """
         end = self._before_white_space(ids, begin, stop)
         name = f"message {number + 1}, the assistant's,"
         if end == begin or ids[end - 1] not in self.special:
@@ -390,16 +480,22 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _with_json_arguments(message: Message) -> Message:
-    calls = [call | {"function": dict(call["function"])} for call in message.get("tool_calls") or ()]
+    calls = [
+        call | {"function": dict(call["function"])} for call in message.get("tool_calls") or ()
+    ]
     for call in calls:
-        call["function"]["arguments"] = json.dumps(call["function"].get("arguments"), ensure_ascii=False)
+        call["function"]["arguments"] = json.dumps(
+            call["function"].get("arguments"), ensure_ascii=False
+        )
     return message | {"tool_calls": calls} if calls else message
 
 
 def vocabulary_differences(
     first: "PreTrainedTokenizerBase", second: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[int, str, str | None]]:
-    """Ids of ``first``, in order, that ``second`` has for another token or not at all: (id, token, other or None)."""
+    """Ids of ``first``, in order, that ``second`` has for another token or not at all: (id, token,
+    other or None).
+    """
     tokens = {index: token for token, index in first.get_vocab().items()}
     others = {index: token for token, index in second.get_vocab().items()}
     for index in sorted(tokens):
@@ -408,7 +504,9 @@ def vocabulary_differences(
             yield index, tokens[index], other
 
 
-def check_same_vocabulary(student: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase") -> None:
+def check_same_vocabulary(
+    student: "PreTrainedTokenizerBase", teacher: "PreTrainedTokenizerBase"
+) -> None:
     """Refuse a teacher whose tokens are not the student's; only ids that both have are compared.
 
     Raises:

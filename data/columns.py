@@ -1,8 +1,10 @@
-"""Column layouts: the columns that hold the prompt and its completions, and the checks of a row of each.
+"""Column layouts: the columns that hold the prompt and its completions, and the checks of a row of
+each.
 
-Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list of {role, content},
-where the content may be a list of {type: text, text}; ShareGPT's {from, value}; or JSON); a step is plain. Beside any
-of them a conversation may have columns `tools`, `chat_template_kwargs`, and `system_prompt`, its first message.
+Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list
+of {role, content}, where the content may be a list of {type: text, text}; ShareGPT's {from, value};
+or JSON); a step is plain. Beside any of them a conversation may have columns `tools`,
+`chat_template_kwargs`, and `system_prompt`, its first message.
 """
 
 import difflib
@@ -16,9 +18,11 @@ Message = dict[str, Any]
 PlainOrChat: TypeAlias = str | list[Message]
 
 SUPERVISED = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
-PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))  # the two share their beginning, the prompt
+# the two share their beginning, the prompt
+PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
 UNPAIRED = (("prompt", "completion", "label"), *PREFERENCE)  # true or false, or 1 or 0
-STEPWISE = (("prompt", "completions", "labels"),)  # the steps of one solution, and the label of each
+# the steps of one solution, and the label of each
+STEPWISE = (("prompt", "completions", "labels"),)
 SCORES = (("prompt", "completion", "score"),)
 RANKING = (("prompt", "completions", "ranks"),)  # of each completion, 0 the best
 PROMPTS = (("prompt",),)  # which the policy completes; all other columns are for rewards
@@ -26,7 +30,10 @@ SOLUTION = ("prompt", "completions")  # steps without labels
 
 ANNOTATIONS = ("label", "labels", "score", "ranks")
 RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (PREFERENCE[1], "preference pairs, for a recipe such as dpo or kto, or reward with --loss bradley_terry"),
+    (
+        PREFERENCE[1],
+        "preference pairs, for a recipe such as dpo or kto, or reward with --loss bradley_terry",
+    ),
     (UNPAIRED[0], "completions with labels, for a recipe such as kto"),
     (STEPWISE[0], "steps with labels, for a recipe such as prm"),
     (SCORES[0], "completions with scores, for reward with --loss score_regression"),
@@ -35,9 +42,19 @@ RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
 OPTION_COLUMNS = ("tools", "chat_template_kwargs", "system_prompt")
-LAYOUT_COLUMNS = frozenset(OPTION_COLUMNS).union(*SUPERVISED, *UNPAIRED, *STEPWISE, *SCORES, *RANKING)
+LAYOUT_COLUMNS = frozenset(OPTION_COLUMNS).union(
+    *SUPERVISED, *UNPAIRED, *STEPWISE, *SCORES, *RANKING
+)
 ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are joined, and Dolly's
-    "prompt": ["instruction input", "instruction context", "instruction", "question", "problem", "query", "messages"],
+    "prompt": [
+        "instruction input",
+        "instruction context",
+        "instruction",
+        "question",
+        "problem",
+        "query",
+        "messages",
+    ],
     "completion": ["output", "response", "answer", "answers", "solution"],
     "text": ["chat"],
 }
@@ -52,7 +69,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class BadRow(ValueError):
-    """A row that can't be trained on: its kind, for counting, the problem, for the message, and its index if known."""
+    """A row that can't be trained on: its kind, for counting, the problem, for the message, and its
+    index if known.
+    """
 
     def __init__(self, kind: str, problem: str, row: int | None = None) -> None:
         super().__init__(kind, problem, row)
@@ -66,10 +85,11 @@ class BadRow(ValueError):
 class ParsedRow:
     """A prompt and its completions, or the steps of one completion, and their annotation.
 
-    An assistant message {role, content} may have ``train``, as in axolotl's data (`weight` in OpenAI's).
-    ``prompt`` is None where one value holds everything: `messages`, `text`. ``annotation`` is a bool for `label`, a
-    float for `score`, and one number per completion or step for `ranks` and `labels`. ``keeps_system``: it has another
-    system message than the one that all rows were to get.
+    An assistant message {role, content} may have ``train``, as in axolotl's data (`weight` in
+    OpenAI's). ``prompt`` is None where one value holds everything: `messages`, `text`.
+    ``annotation`` is a bool for `label`, a float for `score`, and one number per completion or step
+    for `ranks` and `labels`. ``keeps_system``: it has another system message than the one that all
+    rows were to get.
     """
 
     prompt: PlainOrChat | None
@@ -87,7 +107,9 @@ def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> 
     """
     for name in ("images", "image"):
         if name in columns:
-            raise ValueError(f"column '{name}': burnish trains on text only; remove the column to train without images")
+            raise ValueError(
+                f"column '{name}': burnish trains on text only; remove the column to train without images"
+            )
     for layout in accepted:
         if set(layout) <= set(columns):
             return layout
@@ -116,7 +138,9 @@ def _misspelled(accepted: Sequence[tuple[str, ...]], columns: Sequence[str]) -> 
 
 
 def _renaming(layout: Sequence[str], columns: Collection[str]) -> str:
-    """The fix that names columns as a layout does; empty if there is none for each that it misses."""
+    """The fix that names columns as a layout does; empty if there is none for each that it
+    misses.
+    """
     names = []
     for new in layout:
         if new in columns:
@@ -129,7 +153,9 @@ def _renaming(layout: Sequence[str], columns: Collection[str]) -> str:
 
 
 def _columns_for(new: str, columns: Collection[str]) -> list[str]:
-    """The columns that many datasets have in place of one, the first such alias whose columns are all there."""
+    """The columns that many datasets have in place of one, the first such alias whose columns are
+    all there.
+    """
     for alias in ALIASES.get(new, ()):
         group = alias.split()
         if set(group) <= set(columns):
@@ -137,8 +163,12 @@ def _columns_for(new: str, columns: Collection[str]) -> list[str]:
     return []
 
 
-def unused_options(features: Mapping[str, Any], layout: tuple[str, ...], uses: Callable[[str], bool]) -> list[str]:
-    """The `OPTION_COLUMNS` that plain text does not use, or the template's arguments that the chat template ignores."""
+def unused_options(
+    features: Mapping[str, Any], layout: tuple[str, ...], uses: Callable[[str], bool]
+) -> list[str]:
+    """The `OPTION_COLUMNS` that plain text does not use, or the template's arguments that the chat
+    template ignores.
+    """
     texts = [features[name] for name in layout if name in TEXT_COLUMNS]
     if texts and all(getattr(kind, "dtype", "").endswith("string") for kind in texts):
         return [name for name in OPTION_COLUMNS if name in features]
@@ -147,15 +177,18 @@ def unused_options(features: Mapping[str, Any], layout: tuple[str, ...], uses: C
     return [f"chat_template_kwargs.{name}" for name in names if not uses(name)]
 
 
-def read_row(record: Mapping[str, Any], layout: tuple[str, ...], system_prompt: str = "") -> ParsedRow:
+def read_row(
+    record: Mapping[str, Any], layout: tuple[str, ...], system_prompt: str = ""
+) -> ParsedRow:
     """Check a record, and take it apart into prompt, completions and annotation.
 
     Args:
         system_prompt: the first message of a conversation that has no system message of its own.
 
     Raises:
-        BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a wrong order; if the
-            annotation has another type, or is of another number of completions; or if two fields contradict each other.
+        BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a
+            wrong order; if the annotation has another type, or is of another number of completions;
+            or if two fields contradict each other.
     """
     options = _template_options(record)
     values = _values(record, layout)
@@ -191,7 +224,9 @@ def _values(record: Mapping[str, Any], layout: tuple[str, ...]) -> dict[str, Pla
 
 
 def _several(record: Mapping[str, Any], layout: tuple[str, ...]) -> list[Any]:
-    """The steps or completions in the column `completions`; empty if the layout has no such column."""
+    """The steps or completions in the column `completions`; empty if the layout has no such
+    column.
+    """
     if "completions" not in layout:
         return []
     several: Any = _list_of_text(record.get("completions"), "completions")
@@ -202,7 +237,9 @@ def _several(record: Mapping[str, Any], layout: tuple[str, ...]) -> list[Any]:
 
 
 def _whole_text(values: Mapping[str, PlainOrChat]) -> PlainOrChat:
-    """The only value of a row, which holds prompt and completions: a text, or else a conversation."""
+    """The only value of a row, which holds prompt and completions: a text, or else a
+    conversation.
+    """
     ((name, value),) = values.items()
     if name == "text" and not isinstance(value, str):
         fix = "; name the column 'messages' if it holds messages"
@@ -221,7 +258,9 @@ def _prompt_and_completions(
     prompt: PlainOrChat | None,
     values: dict[str, PlainOrChat],
 ) -> tuple[PlainOrChat, tuple[PlainOrChat, ...]]:
-    """Check a prompt and its completions together; a pair without a prompt is split where the two begin to differ."""
+    """Check a prompt and its completions together; a pair without a prompt is split where the two
+    begin to differ.
+    """
     if layout in PROMPTS:
         _check_prompt(prompt or "")
     every = values if prompt is None else {"prompt": prompt, **values}
@@ -239,8 +278,8 @@ def _prompt_and_completions(
 
 
 def _with_one_prompt(values: dict[str, PlainOrChat]) -> dict[str, PlainOrChat]:
-    """A pair whose plain prompt, beside conversations, has become the user's message, or is gone, as they begin with
-    it; BadRow if they begin with another one."""
+    """A pair whose plain prompt, beside conversations, has become the user's message, or is gone,
+    as they begin with it; BadRow if they begin with another one."""
     prompt, chosen, rejected = values.get("prompt"), values["chosen"], values["rejected"]
     if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
         return values
@@ -259,9 +298,11 @@ def _words(text: str | None) -> tuple[str, ...]:
     return tuple((text or "").split())
 
 
-def _with_system(values: dict[str, PlainOrChat], of_row: str, of_all: str) -> tuple[dict[str, PlainOrChat], bool]:
-    """Conversations that begin with the system message of their row, or else with the one ``of_all`` rows; and whether
-    they keep another one. Plain text gets none.
+def _with_system(
+    values: dict[str, PlainOrChat], of_row: str, of_all: str
+) -> tuple[dict[str, PlainOrChat], bool]:
+    """Conversations that begin with the system message of their row, or else with the one
+    ``of_all`` rows; and whether they keep another one. Plain text gets none.
 
     Raises:
         BadRow: if a conversation has a system message of its own, and its row has another one.
@@ -287,25 +328,36 @@ def _with_system(values: dict[str, PlainOrChat], of_row: str, of_all: str) -> tu
 
 
 def without_invented(value: Any, kind: Any) -> Any:
-    """Drop the nulls of Arrow, which gives each struct the keys of all. ``kind`` is the feature; nulls of JSON stay."""
+    """Drop the nulls of Arrow, which gives each struct the keys of all. ``kind`` is the feature;
+    nulls of JSON stay.
+    """
     if isinstance(kind, dict) and isinstance(value, Mapping):
-        return {name: without_invented(value[name], kind[name]) for name in kind if value[name] is not None}
+        return {
+            name: without_invented(value[name], kind[name])
+            for name in kind
+            if value[name] is not None
+        }
     if isinstance(value, list) and hasattr(kind, "feature"):
         return [without_invented(item, kind.feature) for item in value]
     return value
 
 
 def read_number(value: Any, name: str) -> float:
-    """A finite number, or the text of one, as cells of a CSV are; BadRow if it is missing, NaN, infinite, or another
-    value."""
+    """A finite number, or the text of one, as cells of a CSV are; BadRow if it is missing, NaN,
+    infinite, or another value."""
     number = number_of_text(value)
     if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
-        raise BadRow(f"bad {name}", f"'{name}' is {_shown(value)}, wanted a finite number; fix it or remove the row")
+        raise BadRow(
+            f"bad {name}",
+            f"'{name}' is {_shown(value)}, wanted a finite number; fix it or remove the row",
+        )
     return float(number)
 
 
 def _annotation(value: Any, name: str, count: int) -> float | bool | list[int] | list[float]:
-    """The label or score of a completion, or the labels or ranks of ``count`` steps or completions."""
+    """The label or score of a completion, or the labels or ranks of ``count`` steps or
+    completions.
+    """
     if name == "score":
         return read_number(value, name)
     if name == "label":
@@ -371,13 +423,17 @@ def _value(value: Any, name: str) -> PlainOrChat:
     if name in ("messages", "conversations") and isinstance(value, str) and value.startswith("["):
         value = _from_json(value, f"'{name}'")
     if isinstance(value, list):
-        return [_message(message, f"'{name}' message {number}") for number, message in enumerate(value, 1)]
+        return [
+            _message(message, f"'{name}' message {number}")
+            for number, message in enumerate(value, 1)
+        ]
     _require_type(f"'{name}'", value, str, "text or a list of {role, content}")
     return str(value)
 
 
 def _message(record: Any, at: str) -> Message:
-    """A message of TRL's, OpenAI's or ShareGPT's as {role, content, ...}, where ``tool_calls`` and ``train`` are known.
+    """A message of TRL's, OpenAI's or ShareGPT's as {role, content, ...}, where ``tool_calls`` and
+    ``train`` are known.
 
     Args:
         at: names the message in errors.
@@ -390,7 +446,9 @@ def _message(record: Any, at: str) -> Message:
     sender = message.get("role")
     role = SHAREGPT_ROLES.get(str(sender), sender)
     if role not in ROLES:
-        raise BadRow("roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it")
+        raise BadRow(
+            "roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it"
+        )
     message["role"] = role
     content = message.get("content")
     call = message.pop("function_call", None)
@@ -437,7 +495,10 @@ def _set_trained(message: Message, at: str) -> None:
         if train not in (0, 1) or (train and not is_assistant):
             only = f"none, as only the {ASSISTANT} is trained"
             wanted = "true or false (1 or 0)" if is_assistant else only
-            raise BadRow(f"bad {name}", f"'{name}' of {at} is {train!r}, wanted {wanted}; correct or remove it")
+            raise BadRow(
+                f"bad {name}",
+                f"'{name}' of {at} is {train!r}, wanted {wanted}; correct or remove it",
+            )
         message["train"] = bool(train)
 
 
@@ -447,11 +508,15 @@ def _text_part(part: Any, at: str) -> str:
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return str(part["text"])
         kind = repr(part.get("type"))
-    raise BadRow("not text", f"{at} has a part of the type {kind}, wanted text; convert it or remove the row")
+    raise BadRow(
+        "not text", f"{at} has a part of the type {kind}, wanted text; convert it or remove the row"
+    )
 
 
 def _tool_call(call: Any, at: str) -> Message:
-    """As {type, function: {name, arguments}} with arguments by name, which templates want; OpenAI's are JSON."""
+    """As {type, function: {name, arguments}} with arguments by name, which templates want; OpenAI's
+    are JSON.
+    """
     _require_type(f"a tool call of {at}", call, Mapping, "a mapping")
     call = call if call.get("function") else {"type": "function", "function": call}
     name = f"'arguments' of a tool call of {at}"
@@ -462,7 +527,9 @@ def _tool_call(call: Any, at: str) -> Message:
 
 def _check_prompt(prompt: PlainOrChat) -> None:
     if not prompt:
-        raise BadRow("no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in")
+        raise BadRow(
+            "no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in"
+        )
     if isinstance(prompt, str):
         return
     role = prompt[-1]["role"]
@@ -471,7 +538,10 @@ def _check_prompt(prompt: PlainOrChat) -> None:
         wanted = "wanted a user's or a tool's, which is to be answered; add it, or remove what comes after it"
         raise BadRow("roles", f"'prompt' ends with a message of the role {role}, {wanted}")
     if role == "user" and not content.strip():
-        raise BadRow("empty", f"'prompt' message {len(prompt)}, the user's, is empty; fill it in or remove the row")
+        raise BadRow(
+            "empty",
+            f"'prompt' message {len(prompt)}, the user's, is empty; fill it in or remove the row",
+        )
 
 
 def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> None:
@@ -484,11 +554,18 @@ def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> Non
     roles = all_roles[len(prompt) :]
     first, last = roles[0], roles[-1]
     problems = {
-        ": a system message comes later than first; move it to the start": {"system", "developer"} & {*all_roles[1:]},
-        " has no assistant message, so there is nothing to learn; add it or remove the row": ASSISTANT not in roles,
-        f" ends with a {last} message, wanted the assistant's; remove what is unanswered": last != ASSISTANT,
-        f" begins with a {first} message, wanted the assistant's; move it to the prompt": prompt and first != ASSISTANT,
-        " begins with the assistant, wanted a prompt before it; add one or remove the row": all_roles[0] == ASSISTANT,
+        ": a system message comes later than first; move it to the start": {"system", "developer"}
+        & {*all_roles[1:]},
+        " has no assistant message, so there is nothing to learn; add it or remove the row": ASSISTANT
+        not in roles,
+        f" ends with a {last} message, wanted the assistant's; remove what is unanswered": last
+        != ASSISTANT,
+        f" begins with a {first} message, wanted the assistant's; move it to the prompt": prompt
+        and first != ASSISTANT,
+        " begins with the assistant, wanted a prompt before it; add one or remove the row": all_roles[
+            0
+        ]
+        == ASSISTANT,
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -496,15 +573,20 @@ def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> Non
     for number, message in enumerate(value, 1):
         says = any(message.get(key) for key in ("content", "tool_calls", *REASONING))
         if message["role"] == ASSISTANT and not says:
-            raise BadRow("empty", f"'{name}' message {number} is empty; fill it in or remove the row")
+            raise BadRow(
+                "empty", f"'{name}' message {number} is empty; fill it in or remove the row"
+            )
 
 
 def _split_shared(
     record: Mapping[str, Any], chosen: PlainOrChat, rejected: PlainOrChat
 ) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
-    """The prompt that chosen and rejected share: whole messages, or characters up to a space, as TRL splits them."""
+    """The prompt that chosen and rejected share: whole messages, or characters up to a space, as
+    TRL splits them.
+    """
     shared = common_prefix(chosen, rejected)
-    if shared and (shared == min(len(chosen), len(rejected)) or chosen[shared - 1] == " "):  # leave each something
+    # leave each something
+    if shared and (shared == min(len(chosen), len(rejected)) or chosen[shared - 1] == " "):
         shared -= 1
     if not shared:
         fix = _renaming(PREFERENCE[0], record) or "give the 'prompt' in a column of its own"
@@ -527,7 +609,9 @@ def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
         options = _from_json(options, "'chat_template_kwargs'")
     if tools is not None:
         _require_type("'tools'", tools, list, "a list of JSON schemas", fix="convert it")
-    _require_type("'chat_template_kwargs'", options, Mapping, "a mapping of names to values", fix="convert it")
+    _require_type(
+        "'chat_template_kwargs'", options, Mapping, "a mapping of names to values", fix="convert it"
+    )
     given = {key: value for key, value in options.items() if value is not None}
     return {"tools": tools or None, **given}
 
@@ -546,7 +630,9 @@ def number_of_text(value: Any) -> Any:
 
 
 def _list_of_text(value: Any, name: str) -> Any:
-    """The list that a text writes as JSON, in which True and False may have capitals; any other value as it is."""
+    """The list that a text writes as JSON, in which True and False may have capitals; any other
+    value as it is.
+    """
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
     text = value if name == "completions" else value.lower()
@@ -565,7 +651,9 @@ def _from_json(value: Any, at: str) -> Any:
         raise BadRow("not text", f"{at} is not JSON: {error}; fix it or remove the row") from None
 
 
-def _require_type(at: str, value: Any, kind: type, wanted: str, fix: str = "convert it or remove the row") -> None:
+def _require_type(
+    at: str, value: Any, kind: type, wanted: str, fix: str = "convert it or remove the row"
+) -> None:
     if not isinstance(value, kind):
         raise BadRow("not text", f"{at} is {_kind(value)}, wanted {wanted}; {fix}")
 
@@ -575,7 +663,13 @@ def _shown(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {str: "text", list: "a list", dict: "a mapping", type(None): "missing", bool: "true or false"}
+    names = {
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+        type(None): "missing",
+        bool: "true or false",
+    }
     if type(value) in names:
         return names[type(value)]
     return f"a number ({value!r})" if isinstance(value, int | float) else type(value).__name__

@@ -1,4 +1,5 @@
-"""Records as examples: a dataset of token ids and masks, memory-mapped, and an account of every row.
+"""Records as examples: a dataset of token ids and masks, memory-mapped, and an account of every
+row.
 
 A row that can't be trained on as given is an error, or is counted and left out.
 """
@@ -45,59 +46,99 @@ DEFAULT = Tokenization()
 
 
 def encode_supervised(
-    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT, *, train_on: TrainOn = "auto"
+    records: Parts,
+    tokenizer: "Tokenizer",
+    options: Tokenization = DEFAULT,
+    *,
+    train_on: TrainOn = "auto",
 ) -> tuple[Dataset, Accounting]:
     """Demonstrations as examples with one completion each.
 
     Args:
         records: in a layout of `columns.SUPERVISED`; or several parts, see `mixture.load_data`.
-        train_on: the tokens that carry loss: the assistant's, the completion's, or all but the first. "auto" is
-            assistant for `messages`, completion for `prompt`/`completion`, all for `text`.
+        train_on: the tokens that carry loss: the assistant's, the completion's, or all but the
+            first. "auto" is assistant for `messages`, completion for `prompt`/`completion`, all for
+            `text`.
 
     Returns:
-        Columns prompt, completions, trained, the numeric columns of the records (of a CSV, those whose texts are
-        numbers), and `_row`, where each example is in the records; and an account of every row.
+        Columns prompt, completions, trained, the numeric columns of the records (of a CSV, those
+        whose texts are numbers), and `_row`, where each example is in the records; and an account
+        of every row.
 
     Raises:
         DataError: naming source, row and fix.
     """
     if train_on not in ("auto", "assistant", "completion", "all"):
         raise ValueError(f"train_on: wanted auto, assistant, completion or all, got {train_on!r}")
-    return _encode(records, tokenizer, options, columns.SUPERVISED, partial(examples.demonstration, train_on=train_on))
+    return _encode(
+        records,
+        tokenizer,
+        options,
+        columns.SUPERVISED,
+        partial(examples.demonstration, train_on=train_on),
+    )
 
 
 def encode_preference(
-    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT, *, numeric_columns: Sequence[str] = ()
+    records: Parts,
+    tokenizer: "Tokenizer",
+    options: Tokenization = DEFAULT,
+    *,
+    numeric_columns: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
     """Preference pairs as examples with two completions each, the chosen one first.
 
-    ``numeric_columns``, such as a `margin`, must hold a finite number in every row, and become float64.
+    ``numeric_columns``, such as a `margin`, must hold a finite number in every row, and become
+    float64.
     """
-    return _encode(records, tokenizer, options, columns.PREFERENCE, examples.pair, required=numeric_columns)
+    return _encode(
+        records, tokenizer, options, columns.PREFERENCE, examples.pair, required=numeric_columns
+    )
 
 
 def encode_unpaired(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Completions labeled good or bad, as examples with one completion each and a bool column `desirable`.
+    """Completions labeled good or bad, as examples with one completion each and a bool column
+    `desirable`.
 
     A preference pair is two such examples, the chosen completion and then the rejected one.
     """
-    return _encode(records, tokenizer, options, columns.UNPAIRED, examples.unpaired, {"desirable": Value("bool")})
+    return _encode(
+        records,
+        tokenizer,
+        options,
+        columns.UNPAIRED,
+        examples.unpaired,
+        {"desirable": Value("bool")},
+    )
 
 
 def encode_scores(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Completions with a score, as examples with one completion each and a float64 column `score`."""
-    return _encode(records, tokenizer, options, columns.SCORES, examples.completed, {"score": Value("float64")})
+    """Completions with a score, as examples with one completion each and a float64 column
+    `score`.
+    """
+    return _encode(
+        records, tokenizer, options, columns.SCORES, examples.completed, {"score": Value("float64")}
+    )
 
 
 def encode_ranking(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Ranked completions of one prompt as one example, with a column `rank` of their places: 0 best, no ties."""
-    return _encode(records, tokenizer, options, columns.RANKING, examples.completed, {"rank": List(Value("int64"))})
+    """Ranked completions of one prompt as one example, with a column `rank` of their places: 0
+    best, no ties.
+    """
+    return _encode(
+        records,
+        tokenizer,
+        options,
+        columns.RANKING,
+        examples.completed,
+        {"rank": List(Value("int64"))},
+    )
 
 
 def encode_prompts(
@@ -105,15 +146,18 @@ def encode_prompts(
 ) -> tuple[Dataset, Accounting]:
     """Prompts that the policy will complete, as examples without completions.
 
-    An int64 column `row` says where each prompt is in the records, whose other columns are for rewards.
+    An int64 column `row` says where each prompt is in the records, whose other columns are for
+    rewards.
     """
     data, accounting = _encode(records, tokenizer, options, columns.PROMPTS, examples.prompt_only)
     return data.rename_column("_row", "row"), accounting
 
 
-def encode_rows(records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT) -> tuple[Dataset, Accounting]:
-    """Rows that an environment makes prompts of: like `encode_prompts` if all of them have a column `prompt`; otherwise
-    with empty prompts, and nothing of a row is checked."""
+def encode_rows(
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
+) -> tuple[Dataset, Accounting]:
+    """Rows that an environment makes prompts of: like `encode_prompts` if all of them have a column
+    `prompt`; otherwise with empty prompts, and nothing of a row is checked."""
     parts, _ = load_data(records)
     if all("prompt" in part.dataset.column_names for part in parts):
         return encode_prompts(parts, tokenizer, options)
@@ -141,23 +185,32 @@ def encode_stepwise(
 
         completion = step 1 + separator + step 2 + separator + ...
 
-    Trained is the last token of each separator, where the step can be judged: a step's score is read at that token, not
-    predicted from the one before. A column `label` holds one float64 in [0, 1] for each trained token, in order.
-    ``keep_start`` leaves out the steps that don't end within `max_length`, their labels too; ``keep_end`` cuts the
-    beginning of the prompt.
+    Trained is the last token of each separator, where the step can be judged: a step's score is
+    read at that token, not predicted from the one before. A column `label` holds one float64 in [0,
+    1] for each trained token, in order. ``keep_start`` leaves out the steps that don't end within
+    `max_length`, their labels too; ``keep_end`` cuts the beginning of the prompt.
 
     Args:
         separator: the text that ends a step; its tokens never merge with the step's tokens.
         train_on_last_step_only: label the solution as a whole, at its end.
     """
-    encode = partial(examples.stepwise, separator=separator, train_on_last_step_only=train_on_last_step_only)
-    return _encode(records, tokenizer, options, columns.STEPWISE, encode, {"label": List(Value("float64"))})
+    encode = partial(
+        examples.stepwise, separator=separator, train_on_last_step_only=train_on_last_step_only
+    )
+    return _encode(
+        records, tokenizer, options, columns.STEPWISE, encode, {"label": List(Value("float64"))}
+    )
 
 
 def step_example(
-    prompt: str | list[Message], steps: Sequence[str], tokenizer: "Tokenizer", *, separator: str = "\n"
+    prompt: str | list[Message],
+    steps: Sequence[str],
+    tokenizer: "Tokenizer",
+    *,
+    separator: str = "\n",
 ) -> Example:
-    """One solution as `encode_stepwise` sees it, to be scored: ``trained`` is true where each step's score is read.
+    """One solution as `encode_stepwise` sees it, to be scored: ``trained`` is true where each
+    step's score is read.
 
     Raises:
         DataError: if there is no step, or a step is empty or no text.
@@ -185,7 +238,8 @@ def _encode(
 ) -> tuple[Dataset, Accounting]:
     """Encode each part by its own layout, and concatenate them."""
     parts, _ = load_data(records)
-    starts = accumulate((len(part.dataset) for part in parts[:-1]), initial=0)  # of the rows, one part after another
+    # of the rows, one part after another
+    starts = accumulate((len(part.dataset) for part in parts[:-1]), initial=0)
     encoded = [
         _encode_part(part, tokenizer, options, layouts, start, *args, **kwargs)
         for part, start in zip(parts, starts, strict=True)
@@ -218,7 +272,9 @@ def _encode_part(
     annotation: Mapping[str, Value | List] | None = None,
     required: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
-    """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a further column that it makes."""
+    """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a further column
+    that it makes.
+    """
     source = records.dataset
     layout = _layout_of(records, layouts)
     prompts_only = layouts == columns.PROMPTS
@@ -234,7 +290,9 @@ def _encode_part(
         "layout": layout,
         "on_bad_row": options.on_bad_row,
         "required": required,
-        "written": [name for name in numeric if name not in required and is_text(source.features[name])],
+        "written": [
+            name for name in numeric if name not in required and is_text(source.features[name])
+        ],
         "system_prompt": records.system_prompt,
         "structures": structures,
         "annotation": next(iter(annotation or ()), ""),
@@ -243,14 +301,21 @@ def _encode_part(
         encoded = _encode_table(records, options, encoder, features, settings)
     except BadRow as bad:
         assert bad.row is not None
-        skip = "" if bad.kind == "setting" else "; --on_bad_row skip leaves such rows out, and counts them"
+        skip = (
+            ""
+            if bad.kind == "setting"
+            else "; --on_bad_row skip leaves such rows out, and counts them"
+        )
         raise DataError(f"{records.where(bad.row)}: {bad.problem}{skip}") from None
 
-    read = set(source.column_names) if prompts_only else {*structures, *numeric}  # others of prompts are for rewards
+    # others of prompts are for rewards
+    read = set(source.column_names) if prompts_only else {*structures, *numeric}
     unused = [name for name in source.column_names if name not in read]
     unused += columns.unused_options(source.features, layout, encoder.uses)
     labeled = "desirable" in (annotation or {})
-    kept, accounting = summarize(encoded, records, labeled=labeled, max_length=options.max_length, unused=unused)
+    kept, accounting = summarize(
+        encoded, records, labeled=labeled, max_length=options.max_length, unused=unused
+    )
     if not len(kept):
         raise DataError(f"{records.source}: no row is left to train on\n{accounting}")
     encoded = _numbered_from(start, encoded)
@@ -267,7 +332,9 @@ def _layout_of(records: Records, layouts: Sequence[tuple[str, ...]]) -> tuple[st
 
 
 def _numbered_from(start: int, encoded: Dataset) -> Dataset:
-    """The examples of a part with their rows counted through all parts, of which it begins at ``start``."""
+    """The examples of a part with their rows counted through all parts, of which it begins at
+    ``start``.
+    """
     if not start:
         return encoded
     rows = encoded.data.column("_row").to_numpy() + start
@@ -286,7 +353,8 @@ def _encode_table(
     features: Features,
     settings: Mapping[str, Any],
 ) -> Dataset:
-    """Encode all rows; cached, if asked for, by a fingerprint of everything that the result depends on.
+    """Encode all rows; cached, if asked for, by a fingerprint of everything that the result depends
+    on.
 
     Args:
         settings: arguments of `_encode_rows`, the encoder and the schema beside them.
@@ -306,7 +374,8 @@ def _encode_table(
             desc=f"Tokenizing {records.source}",
         )
     table = InMemoryTable(_encode_rows(source[:], list(range(len(source))), **arguments))
-    # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing reads it.
+    # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing
+    # reads it.
     fingerprint = generate_random_fingerprint()
     return Dataset(table, DatasetInfo(features=features), fingerprint=fingerprint)
 
@@ -329,7 +398,9 @@ def _encode_rows(
     out: dict[str, list[Any]] = {name: [] for name in schema.names}
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
-        record |= {name: columns.without_invented(record[name], kind) for name, kind in structures.items()}
+        record |= {
+            name: columns.without_invented(record[name], kind) for name, kind in structures.items()
+        }
         kind: str | None = None
         problem: str | None = None
         special = False
@@ -352,7 +423,17 @@ def _encode_rows(
         except ValueError as error:  # not the fault of this row: the others would fail as well
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
-            notes = (kind, problem, one.truncated, one.shortened, special, keeps_system, one.digests, one.ends, index)
+            notes = (
+                kind,
+                problem,
+                one.truncated,
+                one.shortened,
+                special,
+                keeps_system,
+                one.digests,
+                one.ends,
+                index,
+            )
             values = record | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
             values |= _arrays(one.example)
             for name, column in out.items():
@@ -370,12 +451,17 @@ def _arrays(example: Example) -> dict[str, Any]:
 
 
 def _numeric_columns(
-    records: Records, layout: tuple[str, ...], required: Sequence[str], made: Mapping[str, Value | List]
+    records: Records,
+    layout: tuple[str, ...],
+    required: Sequence[str],
+    made: Mapping[str, Value | List],
 ) -> dict[str, Value]:
-    """The columns of numbers that examples keep: numeric ones, the required ones, and, of a CSV, numbers in texts.
+    """The columns of numbers that examples keep: numeric ones, the required ones, and, of a CSV,
+    numbers in texts.
 
     Raises:
-        DataError: if a required column is missing, or a column has the name of one that is ``made``.
+        DataError: if a required column is missing, or a column has the name of one that is
+            ``made``.
     """
     types = records.dataset.features
     numeric: dict[str, Value] = {}
@@ -392,16 +478,22 @@ def _numeric_columns(
             numeric[name] = Value("float64")
     for name in required:
         if name not in types:
-            raise DataError(f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it")
+            raise DataError(
+                f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it"
+            )
         numeric[name] = Value("float64")
     for name in numeric:
         if name in made:
-            raise DataError(f"{records.source}: examples have a column '{name}' of their own; rename yours")
+            raise DataError(
+                f"{records.source}: examples have a column '{name}' of their own; rename yours"
+            )
     return numeric
 
 
 def _writes_numbers(dataset: Dataset, name: str) -> bool:
-    """True if a column of text writes a number, true or false in every row that is not empty, and in at least one."""
+    """True if a column of text writes a number, true or false in every row that is not empty, and
+    in at least one.
+    """
     found = False
     for rows in dataset.select_columns([name]).iter(1000):
         numbers = [columns.number_of_text(text) for text in rows[name] if text is not None]
@@ -411,11 +503,14 @@ def _writes_numbers(dataset: Dataset, name: str) -> bool:
     return found
 
 
-_DECISIVE = ("chat", "columns", "encode", "examples", "turns")  # the files of this folder that determine tokens
+# the files of this folder that determine tokens
+_DECISIVE = ("chat", "columns", "encode", "examples", "turns")
 
 
 def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str:
-    """Fingerprint of everything that the result depends on, code included; a new one for a tokenizer in pure Python."""
+    """Fingerprint of everything that the result depends on, code included; a new one for a
+    tokenizer in pure Python.
+    """
     backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
     if backend is None:
         return str(generate_random_fingerprint())

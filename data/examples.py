@@ -1,4 +1,6 @@
-"""One row as an example: one prompt and its completions as token ids, the trained ones, truncated to `max_length`."""
+"""One row as an example: one prompt and its completions as token ids, the trained ones, truncated
+to `max_length`.
+"""
 
 import hashlib
 from array import array
@@ -14,12 +16,14 @@ TrainOn = Literal["auto", "assistant", "completion", "all"]
 
 
 class Example(NamedTuple):
-    """One prompt and its completions: one for SFT, two (chosen, rejected) for a pair, G for a group.
+    """One prompt and its completions: one for SFT, two (chosen, rejected) for a pair, G for a
+    group.
 
-    ``prompt`` holds at least one token, because the first token of a completion is predicted from the last of the
-    prompt. ``trained[i][t]`` is true where token ``t`` of completion ``i`` carries loss: in a conversation of several
-    turns, later messages of the user are part of the completion and are not trained. In a solution in steps it marks
-    the end of each step, where the step is scored.
+    ``prompt`` holds at least one token, because the first token of a completion is predicted from
+    the last of the prompt. ``trained[i][t]`` is true where token ``t`` of completion ``i`` carries
+    loss: in a conversation of several turns, later messages of the user are part of the completion
+    and are not trained. In a solution in steps it marks the end of each step, where the step is
+    scored.
     """
 
     prompt: list[int]
@@ -32,16 +36,19 @@ class Tokenization:
     """Options that all ``encode_*`` functions share.
 
     Attributes:
-        max_length: tokens of prompt and completion together, of `encode_prompts` those of the prompt; None for no
-            limit.
-        truncation: keep the start of a longer one (TRL's default) or its end, or treat it as a bad row. In pairs, and
-            with labels, scores or ranks, "keep_end" cuts the beginning of the prompt until the longest completion fits.
-            None is "keep_start", but "error" for prompts alone: one that was cut would ask something else.
+        max_length: tokens of prompt and completion together, of `encode_prompts` those of the
+            prompt; None for no limit.
+        truncation: keep the start of a longer one (TRL's default) or its end, or treat it as a bad
+            row. In pairs, and with labels, scores or ranks, "keep_end" cuts the beginning of the
+            prompt until the longest completion fits. None is "keep_start", but "error" for prompts
+            alone: one that was cut would ask something else.
         on_bad_row: raise at a row that can't be trained on, or count it and leave it out.
         chat_template: text or file of a template to use instead of the tokenizer's own.
-        chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row come first.
+        chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row
+            come first.
         processes: how many tokenize at once.
-        cached: look for the result on the disk, and leave it there; false for rows that are encoded in memory.
+        cached: look for the result on the disk, and leave it there; false for rows that are encoded
+            in memory.
     """
 
     max_length: int | None = None
@@ -54,34 +61,46 @@ class Tokenization:
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length: wanted at least 2, for a prompt and a completion, got {self.max_length}")
+            raise ValueError(
+                f"max_length: wanted at least 2, for a prompt and a completion, got {self.max_length}"
+            )
         if self.truncation not in (None, "keep_start", "keep_end", "error"):
-            raise ValueError(f"truncation: wanted keep_start, keep_end or error, got {self.truncation!r}")
+            raise ValueError(
+                f"truncation: wanted keep_start, keep_end or error, got {self.truncation!r}"
+            )
         if self.on_bad_row not in ("error", "skip"):
             raise ValueError(f"on_bad_row: wanted error or skip, got {self.on_bad_row!r}")
 
     def excess(self, example: Example) -> int:
-        """The number of tokens beyond the limit; BadRow if there are some and nothing may be cut."""
+        """The number of tokens beyond the limit; BadRow if there are some and nothing may be
+        cut.
+        """
         length = len(example.prompt) + max(map(len, example.completions))
         if self.max_length is None or length <= self.max_length:
             return 0
         if self.truncation == "error":
-            fix = "raise max_length, choose the truncation keep_start or keep_end, or remove the row"
+            fix = (
+                "raise max_length, choose the truncation keep_start or keep_end, or remove the row"
+            )
             raise BadRow("too long", f"{length} tokens and max_length is {self.max_length}; {fix}")
         return length - self.max_length
 
-    def refuse(self, kind: str, problem: str, consequence: str = "nothing is left to train on") -> BadRow:
+    def refuse(
+        self, kind: str, problem: str, consequence: str = "nothing is left to train on"
+    ) -> BadRow:
         limit = f"max_length is {self.max_length}"
-        return BadRow(kind, f"{problem} and {limit}, so {consequence}; raise max_length or remove the row")
+        return BadRow(
+            kind, f"{problem} and {limit}, so {consequence}; raise max_length or remove the row"
+        )
 
 
 class EncodedExample(NamedTuple):
     """An example and its notes.
 
-    ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions; ``annotation``: its
-    label, score, ranks or step labels; ``digests``: a name of its row's contents, and the name of a row that would
-    contradict it; ``ends``: the tokens that end its completions before `max_length` cuts them, or would end a
-    completion of its prompt.
+    ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions;
+    ``annotation``: its label, score, ranks or step labels; ``digests``: a name of its row's
+    contents, and the name of a row that would contradict it; ``ends``: the tokens that end its
+    completions before `max_length` cuts them, or would end a completion of its prompt.
     """
 
     example: Example
@@ -92,14 +111,20 @@ class EncodedExample(NamedTuple):
     ends: tuple[int, ...] = ()
 
 
-def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: Tokenization) -> list[EncodedExample]:
-    """One completion of one prompt, as `encode_supervised` describes it, in one or more examples."""
+def demonstration(
+    row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: Tokenization
+) -> list[EncodedExample]:
+    """One completion of one prompt, as `encode_supervised` describes it, in one or more
+    examples.
+    """
     encoded = []
     beyond = 0  # tokens before the first trained one of an example that is cut off whole
     for tokens, mask, shortened in _supervised_tokens(row, encoder, train_on):
         full = _sequence(tokens, mask)
         if full is None:
-            raise BadRow("empty", "no token is left to train on; give it an answer or remove the row")
+            raise BadRow(
+                "empty", "no token is left to train on; give it an answer or remove the row"
+            )
         excess = limit.excess(full)
         ids = full.prompt + full.completions[0]
         trained = [False] * len(full.prompt) + full.trained[0]
@@ -107,7 +132,9 @@ def demonstration(row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit:
         cut = _sequence(ids[kept], trained[kept])
         if cut is not None:
             ends = tuple(encoder.end_tokens(tokens, mask))
-            encoded.append(EncodedExample(cut, truncated=excess > 0, shortened=shortened, ends=ends))
+            encoded.append(
+                EncodedExample(cut, truncated=excess > 0, shortened=shortened, ends=ends)
+            )
         elif not beyond:
             beyond = len(full.prompt)
     if not encoded:
@@ -124,7 +151,11 @@ def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Enc
     ends: tuple[int, ...] = ()
     if isinstance(row.prompt, str):
         prompt = encoder.plain(row.prompt)
-        if prompt and prompt[-1] == encoder.tokenizer.eos_token_id and prompt[-1] != encoder.tokenizer.bos_token_id:
+        if (
+            prompt
+            and prompt[-1] == encoder.tokenizer.eos_token_id
+            and prompt[-1] != encoder.tokenizer.bos_token_id
+        ):
             prompt.pop()  # some tokenizers end every text, and this one goes on
     else:
         prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
@@ -139,34 +170,49 @@ def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Enc
 
 
 def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
-    """One or more completions of one prompt; no two may be the same. Only the assistant's tokens are trained."""
+    """One or more completions of one prompt; no two may be the same. Only the assistant's tokens
+    are trained.
+    """
     assert row.prompt is not None
-    prompt, completions, masks, shortened = encoder.continuations(row.prompt, row.completions, row.template_options)
+    prompt, completions, masks, shortened = encoder.continuations(
+        row.prompt, row.completions, row.template_options
+    )
     if not prompt:
-        # The first token is predicted from the one before: without a prompt, one which all completions begin with.
+        # The first token is predicted from the one before: without a prompt, one which all
+        # completions begin with.
         if len({tuple(completion[:1]) for completion in completions}) > 1:
-            raise BadRow("no prompt", "the prompt is empty, so nothing predicts the first token; give a prompt")
+            raise BadRow(
+                "no prompt",
+                "the prompt is empty, so nothing predicts the first token; give a prompt",
+            )
         prompt = completions[0][:1]
         completions = [completion[1:] for completion in completions]
         masks = [mask[1:] for mask in masks]
     if not all(completions):
         raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
     if _repeats(completions):
-        raise BadRow("identical", "two completions have the same tokens, so neither is preferred; remove the row")
+        raise BadRow(
+            "identical",
+            "two completions have the same tokens, so neither is preferred; remove the row",
+        )
     full = Example(prompt, completions, masks)
     ends = set().union(*map(encoder.end_tokens, completions, masks))
     excess = limit.excess(full)
     cut = _cut(full, excess, limit)
     if excess and _repeats(cut.completions):
         raise _identical_after_truncation(limit)
-    return EncodedExample(cut, truncated=excess > 0, shortened=shortened, annotation=row.annotation, ends=tuple(ends))
+    return EncodedExample(
+        cut, truncated=excess > 0, shortened=shortened, annotation=row.annotation, ends=tuple(ends)
+    )
 
 
 def pair(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
     """Two completions of one prompt, the chosen one first, as `encode_preference` describes it."""
     encoded = completed(row, encoder, limit=limit)
     prompt, (chosen, rejected), _ = encoded.example
-    return encoded._replace(digests=(_digest(prompt, chosen, rejected), _digest(prompt, rejected, chosen)))
+    return encoded._replace(
+        digests=(_digest(prompt, chosen, rejected), _digest(prompt, rejected, chosen))
+    )
 
 
 def unpaired(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> list[EncodedExample]:
@@ -174,7 +220,9 @@ def unpaired(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> list[E
     desirable = [row.annotation] if len(row.completions) == 1 else [True, False]
     examples = []
     for text, good in zip(row.completions, desirable, strict=True):
-        encoded = completed(replace(row, completions=(text,), annotation=good), encoder, limit=limit)
+        encoded = completed(
+            replace(row, completions=(text,), annotation=good), encoder, limit=limit
+        )
         prompt, (completion,), _ = encoded.example
         digests = _digest(prompt, completion, [good]), _digest(prompt, completion, [not good])
         examples.append(encoded._replace(digests=digests))
@@ -184,7 +232,12 @@ def unpaired(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> list[E
 
 
 def stepwise(
-    row: ParsedRow, encoder: Encoder, *, separator: str, train_on_last_step_only: bool, limit: Tokenization
+    row: ParsedRow,
+    encoder: Encoder,
+    *,
+    separator: str,
+    train_on_last_step_only: bool,
+    limit: Tokenization,
 ) -> EncodedExample:
     """The steps of one solution as one completion, and a label for each trained token."""
     full = solution(row, encoder, separator=separator)
@@ -195,8 +248,13 @@ def stepwise(
         labels = labels[: sum(cut.trained[0])]
         if not labels:
             first = len(full.prompt) + full.trained[0].index(True) + 1
-            raise limit.refuse("no step left", f"the first step ends at token {first}", "no label is left to train on")
-        end = max(position for position, train in enumerate(cut.trained[0]) if train) + 1  # of the last whole step
+            raise limit.refuse(
+                "no step left",
+                f"the first step ends at token {first}",
+                "no label is left to train on",
+            )
+        # of the last whole step
+        end = max(position for position, train in enumerate(cut.trained[0]) if train) + 1
         cut = Example(cut.prompt, [cut.completions[0][:end]], [cut.trained[0][:end]])
     if train_on_last_step_only:
         if len(labels) < len(row.annotation):
@@ -208,10 +266,11 @@ def stepwise(
 
 
 def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
-    """The steps of one solution as one completion, trained at the last token of each: there its label or score is.
+    """The steps of one solution as one completion, trained at the last token of each: there its
+    label or score is.
 
-    Each step and each separator is tokenized alone, as TRL did before 1.0, so that no token spans the end of a step; a
-    plain prompt begins with the BOS token where there is one.
+    Each step and each separator is tokenized alone, as TRL did before 1.0, so that no token spans
+    the end of a step; a plain prompt begins with the BOS token where there is one.
     """
     assert row.prompt is not None
     if isinstance(row.prompt, str):
@@ -222,24 +281,35 @@ def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
     else:
         prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
     if not prompt:
-        raise BadRow("no prompt", "the prompt is empty and there is no BOS token to put in its place; give a prompt")
+        raise BadRow(
+            "no prompt",
+            "the prompt is empty and there is no BOS token to put in its place; give a prompt",
+        )
     end = encoder.bare(separator)
     if not end:
-        raise ValueError(f"separator: wanted text that the tokenizer has a token for, got {separator!r}")
+        raise ValueError(
+            f"separator: wanted text that the tokenizer has a token for, got {separator!r}"
+        )
     steps = [encoder.bare(str(step)) + end for step in row.completions]
     ends = [[False] * (len(step) - 1) + [True] for step in steps]
     return Example(prompt, [list(chain(*steps))], [list(chain(*ends))])
 
 
-def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> list[tuple[list[int], list[bool], bool]]:
-    """Token ids, which of them are trained, and whether a prompt lost its end: of one example or several."""
+def _supervised_tokens(
+    row: ParsedRow, encoder: Encoder, train_on: TrainOn
+) -> list[tuple[list[int], list[bool], bool]]:
+    """Token ids, which of them are trained, and whether a prompt lost its end: of one example or
+    several.
+    """
     (text,) = row.completions
     before = row.prompt if isinstance(row.prompt, list) else []
     if train_on == "auto":
         train_on = _default_train_on(row.prompt, text)
     if train_on == "assistant":
         if isinstance(text, str):
-            raise ValueError("train_on='assistant' wants conversations, got plain text; choose 'completion' or 'all'")
+            raise ValueError(
+                "train_on='assistant' wants conversations, got plain text; choose 'completion' or 'all'"
+            )
         return encoder.assistant([*before, *text], row.template_options, start=len(before))
     if train_on == "all":
         if isinstance(text, str):
@@ -248,19 +318,27 @@ def _supervised_tokens(row: ParsedRow, encoder: Encoder, train_on: TrainOn) -> l
             ids = encoder.chat([*before, *text], row.template_options)
         return [(ids, [True] * len(ids), False)]
     if row.prompt is None:
-        raise ValueError("train_on='completion' wants the columns prompt and completion; choose 'assistant' or 'all'")
-    prompt, (completion,), (mask,), shortened = encoder.continuations(row.prompt, [text], row.template_options)
+        raise ValueError(
+            "train_on='completion' wants the columns prompt and completion; choose 'assistant' or 'all'"
+        )
+    prompt, (completion,), (mask,), shortened = encoder.continuations(
+        row.prompt, [text], row.template_options
+    )
     return [(prompt + completion, [False] * len(prompt) + mask, shortened)]
 
 
-def _default_train_on(prompt: str | list[Message] | None, completion: str | list[Message]) -> TrainOn:
+def _default_train_on(
+    prompt: str | list[Message] | None, completion: str | list[Message]
+) -> TrainOn:
     if isinstance(completion, list) and (prompt is None or len(completion) > 1):
         return "assistant"
     return "all" if prompt is None else "completion"
 
 
 def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
-    """The prompt ends before the first trained token, and has one token at least; the completion ends with the last."""
+    """The prompt ends before the first trained token, and has one token at least; the completion
+    ends with the last.
+    """
     targets = [position for position, train in enumerate(trained) if train and position]
     if not targets:
         return None
@@ -283,12 +361,16 @@ def _cut(full: Example, excess: int, limit: Tokenization) -> Example:
         return Example(full.prompt, completions, trained)
     if excess >= len(full.prompt):
         longest = max(map(len, full.completions))
-        raise limit.refuse("answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt")
+        raise limit.refuse(
+            "answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt"
+        )
     return full._replace(prompt=full.prompt[excess:])
 
 
 def _identical_after_truncation(limit: Tokenization) -> BadRow:
-    problem = f"two completions differ only beyond max_length={limit.max_length}, so neither is preferred"
+    problem = (
+        f"two completions differ only beyond max_length={limit.max_length}, so neither is preferred"
+    )
     return BadRow("identical after truncation", f"{problem}; raise max_length or remove the row")
 
 

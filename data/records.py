@@ -1,4 +1,6 @@
-"""Records: rows of named columns, from a file, a saved dataset, the Hub or memory, that know where they came from."""
+"""Records: rows of named columns, from a file, a saved dataset, the Hub or memory, that know where
+they came from.
+"""
 
 import csv
 import json
@@ -23,7 +25,9 @@ from .columns import TEXT_COLUMNS
 
 log = logging.getLogger(__name__)
 
-READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | dict.fromkeys((".csv", ".tsv"), "csv")
+READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | dict.fromkeys(
+    (".csv", ".tsv"), "csv"
+)
 READERS |= {".parquet": "parquet", ".arrow": "arrow"}
 _DIAGNOSED = 64 << 20  # bytes of a file that are looked at for a mistake
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
@@ -45,8 +49,10 @@ class Records:
         lines: the JSON Lines file whose lines are the rows, if there is one.
         picked: where each row is in the source, if not all of them were taken.
         available: rows of the source.
-        untyped: all columns are text, as of a CSV; where numbers are wanted, texts that write them are taken.
-        system_prompt: first message of its conversations that have no system message of their own; "" for none.
+        untyped: all columns are text, as of a CSV; where numbers are wanted, texts that write them
+            are taken.
+        system_prompt: first message of its conversations that have no system message of their own;
+            "" for none.
     """
 
     dataset: Dataset
@@ -58,11 +64,15 @@ class Records:
     system_prompt: str = ""
 
     def where(self, row: int) -> str:
-        """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count from 1."""
+        """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count
+        from 1.
+        """
         row = row if self.picked is None else int(self.picked[row])
         if self.lines is not None:
             with _open(self.lines) as file:
-                numbers = np.fromiter((number for number, line in enumerate(file, 1) if line.strip()), dtype=np.int64)
+                numbers = np.fromiter(
+                    (number for number, line in enumerate(file, 1) if line.strip()), dtype=np.int64
+                )
             if len(numbers) == (self.available or len(self.dataset)):
                 return f"{self.source} line {numbers[row]}"
         return f"{self.source} row {row + 1}"
@@ -78,13 +88,14 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
     """Read records from files, the Hub or memory.
 
     Args:
-        data: a .json, .jsonl, .csv, .tsv, .parquet or .arrow file, or one in .gz, .zst, .xz or .bz2; several of one
-            kind, as in ``rows-*.jsonl``; a directory that `Dataset.save_to_disk` wrote, or one of such files; the name
-            of a dataset on the Hub; or the rows themselves. Text may name more than the path:
-            ``path:config@revision#split``, where each of the three may be left out. Cells of a CSV are text.
+        data: a .json, .jsonl, .csv, .tsv, .parquet or .arrow file, or one in .gz, .zst, .xz or
+            .bz2; several of one kind, as in ``rows-*.jsonl``; a directory that
+            `Dataset.save_to_disk` wrote, or one of such files; the name of a dataset on the Hub; or
+            the rows themselves. Text may name more than the path: ``path:config@revision#split``,
+            where each of the three may be left out. Cells of a CSV are text.
         split: of a dataset that has several; ``train[:1000]`` takes a part.
-        options: others of `datasets.load_dataset`: name (of the configuration), revision, data_files, data_dir;
-            streaming gives an IterableDataset.
+        options: others of `datasets.load_dataset`: name (of the configuration), revision,
+            data_files, data_dir; streaming gives an IterableDataset.
 
     Raises:
         DataError: if there is no such data, it can't be read, or it holds no rows.
@@ -102,7 +113,9 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
     elif isinstance(data, list | tuple):
         records = Records(table(data), "records")
     else:
-        raise DataError(f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}")
+        raise DataError(
+            f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}"
+        )
     records = replace(records, untyped=records.dataset.info.builder_name == "csv")
     if isinstance(records.dataset, IterableDataset):
         return records
@@ -130,7 +143,9 @@ def _warn_of_changed(records: Records) -> None:
 
 
 def parse_name(text: str) -> dict[str, str]:
-    """The parts of ``path:config@revision#split`` that are there, by the names of `datasets.load_dataset`."""
+    """The parts of ``path:config@revision#split`` that are there, by the names of
+    `datasets.load_dataset`.
+    """
     if Path(text).exists():
         return {"path": text}
     path, _, split = text.partition("#")
@@ -150,9 +165,13 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
     streamed = {"streaming": True} if options.pop("streaming", False) else {}
     if file.is_dir() and not options:
         folder = file.resolve()  # "." has no name, and `datasets` takes it for none
-        return Records(_from_directory(folder, split, **streamed), folder.name + source.removeprefix(path))
+        return Records(
+            _from_directory(folder, split, **streamed), folder.name + source.removeprefix(path)
+        )
     if reader is None and file.is_file():
-        raise DataError(f"{path}: wanted a file that ends in {', '.join(READERS)}, got {file.suffix or 'no ending'}")
+        raise DataError(
+            f"{path}: wanted a file that ends in {', '.join(READERS)}, got {file.suffix or 'no ending'}"
+        )
     if reader is None or options:
         return Records(_from_hub(path, source, split, **options, **streamed), source)
     if not file.exists() and "*" not in path:
@@ -165,26 +184,32 @@ def _from_file(path: str, reader: str, split: str, **streamed: Any) -> Records:
     file = Path(path)
     options: dict[str, Any] = {}
     if reader in ("json", "csv"):
-        # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from Windows makes it fail.
+        # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from
+        # Windows makes it fail.
         options["encoding"] = "utf-8-sig"
     if reader == "csv":
         options |= _csv_options(_first(file))
     with quiet():
         try:
-            dataset = datasets.load_dataset(reader, data_files=path, split=split, **options, **streamed)
+            dataset = datasets.load_dataset(
+                reader, data_files=path, split=split, **options, **streamed
+            )
         except Exception as error:  # the readers raise any error of their parsers
             raise DataError(_diagnose(file, reader, error)) from error
     is_one_json_file = reader == "json" and file.exists()
     if is_one_json_file and not streamed and changed_columns(dataset, of_file=True):
         dataset = _with_texts(file, split)
-    has_known_lines = is_one_json_file and split == "train"  # of a part of a file we don't know the first line
+    # of a part of a file we don't know the first line
+    has_known_lines = is_one_json_file and split == "train"
     return Records(dataset, file.name, file if has_known_lines else None)
 
 
 def _with_texts(file: Path, split: str) -> Dataset:
     """The split, in which texts that were read as times or numbers are text."""
     with quiet():
-        every = datasets.load_dataset("json", data_files=str(file), split="train", encoding="utf-8-sig")
+        every = datasets.load_dataset(
+            "json", data_files=str(file), split="train", encoding="utf-8-sig"
+        )
     return _split_of(as_written(every, list(rows_of(file)), of_file=True), split, file.name)
 
 
@@ -201,15 +226,26 @@ def _open(file: Path, mode: str = "rb", **options: Any) -> Any:
 def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
     saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
     try:
-        if not saved and not (path / "README.md").exists():  # where a card may say which files are read
+        # where a card may say which files are read
+        if not saved and not (path / "README.md").exists():
             found = datasets.load_dataset_builder(str(path)).config.data_files or {}
             read = {Path(file).resolve() for files in found.values() for file in files}
-            rows = [file for file in sorted(path.glob("[!._]*")) if _reader(file) and file.suffix != ".json"]
+            rows = [
+                file
+                for file in sorted(path.glob("[!._]*"))
+                if _reader(file) and file.suffix != ".json"
+            ]
             left = [file.name for file in rows if file.resolve() not in read]
             if left:
                 fix = f"name the files that are to be read as parts: data: [{path.name}/{left[0]}, ...]"
-                raise ValueError(f"{', '.join(left)} would be left out beside {min(read).name}; {fix}")
-        dataset = datasets.load_from_disk(str(path)) if saved else _read(str(path), split=split, **streamed)
+                raise ValueError(
+                    f"{', '.join(left)} would be left out beside {min(read).name}; {fix}"
+                )
+        dataset = (
+            datasets.load_from_disk(str(path))
+            if saved
+            else _read(str(path), split=split, **streamed)
+        )
     except Exception as error:
         raise DataError(f"{path.name}: not a dataset that can be read: {_root(error)}") from error
     return _split_of(dataset, split, path.name) if saved else dataset
@@ -227,13 +263,18 @@ def _from_hub(path: str, source: str, split: str, **options: Any) -> Dataset:
 
 
 def _read(*where: str | None, **options: Any) -> Dataset:
-    """A dataset of files; the cells of CSV files as text, of which `datasets` would make numbers and nulls."""
+    """A dataset of files; the cells of CSV files as text, of which `datasets` would make numbers
+    and nulls.
+    """
     dataset = datasets.load_dataset(*where, **options)
     if dataset.info.builder_name != "csv":
         return dataset
-    names = dataset.column_names or list(next(iter(dataset), {}))  # the columns of a stream are unknown
+    # the columns of a stream are unknown
+    names = dataset.column_names or list(next(iter(dataset), {}))
     text = Features({name: Value("string") for name in names})
-    return datasets.load_dataset(*where, **options, features=text, keep_default_na=False, na_values=[""])
+    return datasets.load_dataset(
+        *where, **options, features=text, keep_default_na=False, na_values=[""]
+    )
 
 
 def _split_of(dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, source: str) -> Any:
@@ -245,7 +286,9 @@ def _split_of(dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, 
         instruction = datasets.ReadInstruction.from_spec(split)
         parts = instruction.to_absolute({name: len(part) for name, part in splits.items()})
     except (ValueError, AssertionError, TypeError) as error:  # a part of a stream has no length
-        raise DataError(f"{source}: no split '{split}'; there are {', '.join(map(str, splits))}") from error
+        raise DataError(
+            f"{source}: no split '{split}'; there are {', '.join(map(str, splits))}"
+        ) from error
     selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
     return datasets.concatenate_datasets(selected)
 
@@ -258,12 +301,16 @@ def is_text(kind: Any) -> bool:
 def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
-            raise DataError(f"records row {number}: wanted a dict of columns, got {type(row).__name__}")
+            raise DataError(
+                f"records row {number}: wanted a dict of columns, got {type(row).__name__}"
+            )
     # from_list would keep the columns of the first row only.
     columns = list(dict.fromkeys(name for row in rows for name in row))
     try:
         complete = [{name: row.get(name) for name in columns} for row in rows]
-        return as_written(Dataset.from_list(complete, on_mixed_types="use_json"), complete, of_file=False)
+        return as_written(
+            Dataset.from_list(complete, on_mixed_types="use_json"), complete, of_file=False
+        )
     except Exception as error:
         raise DataError(f"records: the rows don't fit into one table: {_root(error)}") from error
 
@@ -274,8 +321,9 @@ def _first(file: Path) -> Path:
 
 
 def _csv_options(path: Path) -> dict[str, Any]:
-    """Commas, semicolons or tabs. Every cell is text: as a number, "06" would be 6, and "None" would be missing. An
-    empty cell is an empty text in the columns of a prompt or a completion, and missing in others.
+    """Commas, semicolons or tabs. Every cell is text: as a number, "06" would be 6, and "None"
+    would be missing. An empty cell is an empty text in the columns of a prompt or a completion, and
+    missing in others.
 
     Raises:
         DataError: if two columns have one name, or if the first row has more cells than the header.
@@ -292,8 +340,11 @@ def _csv_options(path: Path) -> dict[str, Any]:
         raise DataError(f"{path.name}: two columns are called {repeated[0]!r}; rename one of them")
     if len(cells) > len(header):  # the reader would take the first cell of each row for its number
         counts = f"row 1 has {len(cells)} cells and the header has {len(header)}"
-        raise DataError(f"{path.name}: {counts}; quote cells that hold a {separator!r}, or remove it from line ends")
-    names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]  # as the reader calls them
+        raise DataError(
+            f"{path.name}: {counts}; quote cells that hold a {separator!r}, or remove it from line ends"
+        )
+    # as the reader calls them
+    names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]
     return {
         "sep": separator,
         "features": Features({name: Value("string") for name in names}),
@@ -327,7 +378,9 @@ def _diagnose(path: Path, reader: str, error: Exception) -> str:
 
 
 def _problem_of_list(content: bytes, is_whole: bool) -> str:
-    """The mistake in a file that is one JSON list; empty if there is none, or only its beginning was read."""
+    """The mistake in a file that is one JSON list; empty if there is none, or only its beginning
+    was read.
+    """
     try:
         json.loads(content)
     except ValueError as wrong:
@@ -338,7 +391,9 @@ def _problem_of_list(content: bytes, is_whole: bool) -> str:
 
 
 def _problem_of_lines(content: bytes, is_whole: bool) -> str:
-    """The first mistake in a file of JSON lines, with the number of its line; empty if there is none."""
+    """The first mistake in a file of JSON lines, with the number of its line; empty if there is
+    none.
+    """
     lines = content.split(b"\n")
     complete = lines if is_whole else lines[:-1]
     for number, line in enumerate(complete, 1):
@@ -373,7 +428,9 @@ def _root(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without the log of errors that readers also raise and, for rows in memory, without progress bars."""
+    """Context without the log of errors that readers also raise and, for rows in memory, without
+    progress bars.
+    """
     level, hidden = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()

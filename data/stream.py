@@ -1,12 +1,13 @@
-"""Streamed data: rows are read, drawn and encoded when their step comes, and the step says which they are.
+"""Streamed data: rows are read, drawn and encoded when their step comes, and the step says which
+they are.
 
     draw t of a mixture   part p with a probability in proportion to its weight, by a generator seeded with t // 8192
     its n-th draw         row n of the part, whose rows come in blocks; each block is permuted, by epoch and number
     step k                draws k·B to (k+1)·B, of which bad rows are left out
 
-So a run that was killed reads forward to the step that it resumes from, without encoding anything, and every
-rank has the same examples. A part starts over when it ends. Reading is cheap: the rows of a block are in memory, of
-all parts together `BLOCK`.
+So a run that was killed reads forward to the step that it resumes from, without encoding anything,
+and every rank has the same examples. A part starts over when it ends. Reading is cheap: the rows of
+a block are in memory, of all parts together `BLOCK`.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,15 +39,25 @@ class Stream:
     """
 
     def __init__(
-        self, data: Any, encode: Callable[..., tuple[Dataset, Accounting]], *, batch_size: int, seed: int, shuffle: bool
+        self,
+        data: Any,
+        encode: Callable[..., tuple[Dataset, Accounting]],
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
     ) -> None:
         self.parts = named_parts(data)
         self.encode, self.batch_size, self.seed = encode, batch_size, seed
-        weights = np.array([part.weight if part.fraction is None else part.fraction for part in self.parts])
+        weights = np.array(
+            [part.weight if part.fraction is None else part.fraction for part in self.parts]
+        )
         self.shares = np.cumsum(weights / weights.sum())
         self._choices = lru_cache(maxsize=2)(self._draw)
         size = max(1, BLOCK // len(self.parts))
-        self.readers = [_Reader(part, size, (seed, n) if shuffle else None) for n, part in enumerate(self.parts)]
+        self.readers = [
+            _Reader(part, size, (seed, n) if shuffle else None) for n, part in enumerate(self.parts)
+        ]
         self.drawn = [np.zeros(len(self.parts), dtype=np.int64)]  # of each part, before each chunk
         self.accounts: dict[str, Accounting] = {}
         self.number, self.examples = -1, Dataset.from_dict({})
@@ -85,17 +96,23 @@ class Stream:
                 counts = np.bincount(self._choices(len(self.drawn) - 1), minlength=len(self.parts))
                 self.drawn.append(self.drawn[-1] + counts)
             part = choices[at]
-            numbers[part].append(int(self.drawn[chunk][part] + np.count_nonzero(choices[:at] == part)))
+            numbers[part].append(
+                int(self.drawn[chunk][part] + np.count_nonzero(choices[:at] == part))
+            )
         return [self.readers[part].records(taken) for part, taken in enumerate(numbers) if taken]
 
     def _draw(self, chunk: int) -> npt.NDArray[np.int64]:
         bits = np.random.Philox(np.random.SeedSequence([self.seed, chunk, 2])).random_raw(CHUNK)
-        return np.minimum(np.searchsorted(self.shares, bits / 2.0**64, side="right"), len(self.parts) - 1)
+        return np.minimum(
+            np.searchsorted(self.shares, bits / 2.0**64, side="right"), len(self.parts) - 1
+        )
 
 
 @dataclass(frozen=True)
 class StreamBatches:
-    """The plan of each step of a stream, as `Batches` gives that of a dataset, for indices into the open step."""
+    """The plan of each step of a stream, as `Batches` gives that of a dataset, for indices into the
+    open step.
+    """
 
     stream: Stream
     steps: int
@@ -137,7 +154,8 @@ class _Reader:
         block, at = divmod(within, self.size)
         if self.at != (epoch, block):
             self._read(epoch, block)
-        return self.rows[at] if at < len(self.rows) else self._row(number)  # now that the length is known
+        # now that the length is known
+        return self.rows[at] if at < len(self.rows) else self._row(number)
 
     def _read(self, epoch: int, block: int) -> None:
         start = block * self.size
@@ -150,5 +168,9 @@ class _Reader:
             self.length = self.position
         if self.length == 0:
             raise DataError(f"{self.stored.source}: no rows")
-        order = range(len(rows)) if self.seed is None else permutation(len(rows), *self.seed, epoch, block)
+        order = (
+            range(len(rows))
+            if self.seed is None
+            else permutation(len(rows), *self.seed, epoch, block)
+        )
         self.at, self.rows = (epoch, block), [rows[i] for i in order]

@@ -2,7 +2,8 @@
 
     python best_model.py MODEL DATA HELD_OUT OUTPUT
 
-``keep_best="eval/loss"`` keeps its checkpoint as well, optimizer included. Here it is the model alone.
+``keep_best="eval/loss"`` keeps its checkpoint as well, optimizer included. Here it is the model
+alone.
 """
 
 import math

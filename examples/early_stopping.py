@@ -12,7 +12,9 @@ PATIENCE = 2
 
 model, data, held_out, output = sys.argv[1:]
 best, waited = math.inf, 0
-for step in burnish.sft(model, data, output, held_out, eval_every=5, epochs=100, learning_rate=2e-3):
+for step in burnish.sft(
+    model, data, output, held_out, eval_every=5, epochs=100, learning_rate=2e-3
+):
     if "eval/loss" in step.metrics:
         waited = 0 if step.metrics["eval/loss"] < best else waited + 1
         best = min(best, step.metrics["eval/loss"])

@@ -1,8 +1,11 @@
-"""DPO with an offset: the column `margin` of the data says by how much the chosen completion of each pair is better.
+"""DPO with an offset: the column `margin` of the data says by how much the chosen completion of
+each pair is better.
 
-python own_loss.py MODEL PAIRS OUTPUT, or burnish dpo --loss own_loss:odpo --loss_kwargs '{alpha: 0.5}' ...
+python own_loss.py MODEL PAIRS OUTPUT, or burnish dpo --loss own_loss:odpo --loss_kwargs '{alpha:
+0.5}' ...
 
-Amini et al. 2024, "Direct Preference Optimization with an Offset", arXiv:2402.10571, eq. 9: -log σ(Δr - α·margin).
+Amini et al. 2024, "Direct Preference Optimization with an Offset", arXiv:2402.10571, eq. 9: -log
+σ(Δr - α·margin).
 """
 
 import sys

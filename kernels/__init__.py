@@ -1,7 +1,10 @@
-"""Log-probabilities and divergences of language-model heads, without ``[tokens, vocabulary]`` in memory."""
+"""Log-probabilities and divergences of language-model heads, without ``[tokens, vocabulary]`` in
+memory.
+"""
 
-# From the repository's root, transformers finds this folder when it looks for Hugging Face's package of the name
-# `kernels`. What it then imports stays empty: operators must not be registered a second time.
+# From the repository's root, transformers finds this folder when it looks for Hugging Face's
+# package of the name `kernels`. What it then imports stays empty: operators must not be registered
+# a second time.
 if __name__ != "kernels":
     from .backend import Backend
     from .head import Head, Shard

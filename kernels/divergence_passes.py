@@ -1,8 +1,10 @@
-"""The passes over the tiles of two heads, side by side: three elementwise functions, and the loops that call them.
+"""The passes over the tiles of two heads, side by side: three elementwise functions, and the loops
+that call them.
 
-The equations are in linear_divergence.py. ``row_stats`` ``[n, 5]`` has, of each row, m and log S of the student, m and
-log R of the teacher, and in ``LEVEL`` what backward subtracts, D or in a mixture K. Products are torch's; elementwise
-passes are torch's too, eager or compiled, or Triton's (triton_divergence.py).
+The equations are in linear_divergence.py. ``row_stats`` ``[n, 5]`` has, of each row, m and log S of
+the student, m and log R of the teacher, and in ``LEVEL`` what backward subtracts, D or in a mixture
+K. Products are torch's; elementwise passes are torch's too, eager or compiled, or Triton's
+(triton_divergence.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +18,21 @@ from .passes import TileStore, multiply_out, spans, vocabulary_spans
 from .softmax import NEVER, LogitTransform, rows_of, run
 
 LEVEL = 4
-ROWS, COLUMNS = 1024, 1024  # 4 MB of float32 for each head: two tiles and their temporaries fit into 32 MB of cache
-# On a GPU 64 MB for each head, and dc of half of that: a product of 512 blocks of 128 × 256 is four full waves.
+# 4 MB of float32 for each head: two tiles and their temporaries fit into 32 MB of cache
+ROWS, COLUMNS = 1024, 1024
+# On a GPU 64 MB for each head, and dc of half of that: a product of 512 blocks of 128 × 256 is four
+# full waves.
 GPU_ROWS, GPU_COLUMNS = 4096, 4096
-KEEP = 2**26  # bytes of logits, of both heads together, that a pass leaves for the next; of a GPU see allocate_kept
+# bytes of logits, of both heads together, that a pass leaves for the next; of a GPU see
+# allocate_kept
+KEEP = 2**26
 T = TypeVar("T")
 
 
 class HeadPair(NamedTuple):
-    """Both heads, after ``columns`` for a span of the vocabulary, and what else the loops over tiles need."""
+    """Both heads, after ``columns`` for a span of the vocabulary, and what else the loops over
+    tiles need.
+    """
 
     student: HeadFactors
     teacher: HeadFactors
@@ -34,7 +42,9 @@ class HeadPair(NamedTuple):
     backend: str
 
     def columns(self, columns: slice) -> "HeadPair":
-        return self._replace(student=self.student.columns(columns), teacher=self.teacher.columns(columns))
+        return self._replace(
+            student=self.student.columns(columns), teacher=self.teacher.columns(columns)
+        )
 
     def tile(self, rows: slice, columns: slice, *, seen: bool) -> tuple[Tensor, Tensor]:
         """Both tiles of c, computed unless an earlier pass has ``seen`` them and they were kept."""
@@ -61,7 +71,13 @@ class HeadPair(NamedTuple):
     def run(self, function: Callable[..., T], tile: Tensor, *rest: object) -> T:
         """``function(tile, *rest)``, compiled where that is worth it."""
         store = self.stores[0]
-        return run(function, tile, *rest, width=store.columns, logits=len(self.student.hidden) * store.vocab)
+        return run(
+            function,
+            tile,
+            *rest,
+            width=store.columns,
+            logits=len(self.student.hidden) * store.vocab,
+        )
 
 
 def _p_and_q(student: T, teacher: T, beta: float) -> tuple[T, T]:
@@ -91,8 +107,8 @@ def first_pass(pair: HeadPair) -> Tensor:
 
 
 def _ruled_out(pair: HeadPair) -> Tensor | None:
-    """True where Q forbids a token that P allows; None if it can't: in the tiles −inf is finite, see ``NEVER``, and
-    capped it is anyway."""
+    """True where Q forbids a token that P allows; None if it can't: in the tiles −inf is finite,
+    see ``NEVER``, and capped it is anyway."""
     p, q = _p_and_q(pair.student.bias, pair.teacher.bias, pair.beta)
     to_z, to_w = _p_and_q(*pair.transforms, pair.beta)
     vocab = pair.stores[0].vocab
@@ -121,18 +137,27 @@ def second_pass(pair: HeadPair, row_stats: Tensor) -> tuple[Tensor, Tensor]:
 def student_gradients(
     pair: HeadPair, upstream: Tensor, row_stats: Tensor, unit: float, needed: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Backward: the gradients of the student, summed over all tiles; dc is in multiples of ``unit``."""
+    """Backward: the gradients of the student, summed over all tiles; dc is in multiples of
+    ``unit``.
+    """
     beta = pair.beta
     gain = upstream * pair.transforms[0].slope(upstream) * (1 - beta if 0 < beta < 1 else 1)
     row_stats = row_stats.clone()
-    row_stats[:, LEVEL].masked_fill_(gain == 0, 0)  # a row without an upstream gradient has none, even if it diverges
+    # a row without an upstream gradient has none, even if it diverges
+    row_stats[:, LEVEL].masked_fill_(gain == 0, 0)
     gain = gain / unit
 
     def open_span(columns: slice) -> tuple[HeadFactors, Callable[[slice, Tensor], None]]:
         span = pair.columns(columns)
 
         def write(rows: slice, out: Tensor) -> None:
-            rest = *span.tile(rows, columns, seen=True), row_stats[rows], gain[rows], *pair.transforms_of(rows), beta
+            rest = (
+                *span.tile(rows, columns, seen=True),
+                row_stats[rows],
+                gain[rows],
+                *pair.transforms_of(rows),
+                beta,
+            )
             if pair.backend == "triton":
                 from . import triton_divergence
 
@@ -145,8 +170,12 @@ def student_gradients(
     return multiply_out(pair.student, needed, pair.stores[0], unit, open_span)
 
 
-def fold(p: Tensor, q: Tensor, state: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool) -> Tensor:
-    """``[n, 5]``, m_P, S, m_Q, R and G of KL(P‖Q), after one more pair of tiles of c; G only if ``gap``."""
+def fold(
+    p: Tensor, q: Tensor, state: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool
+) -> Tensor:
+    """``[n, 5]``, m_P, S, m_Q, R and G of KL(P‖Q), after one more pair of tiles of c; G only if
+    ``gap``.
+    """
     shift, total, other_shift, other_total, sum_of_gaps = state.unbind(1)
     z, w = to_z.tempered(to_z.capped(p)), to_w.tempered(to_w.capped(q))
     top, other_top = torch.maximum(shift, z.amax(1)), torch.maximum(other_shift, w.amax(1))
@@ -155,13 +184,20 @@ def fold(p: Tensor, q: Tensor, state: Tensor, to_z: LogitTransform, to_w: LogitT
     weight = x.exp()
     total_after = total * drop.exp() + weight.sum(1)
     if gap:
-        sum_of_gaps = (sum_of_gaps + (drop - other_drop) * total) * drop.exp() + weight.mul_(x.sub_(y)).sum(1)
+        sum_of_gaps = (sum_of_gaps + (drop - other_drop) * total) * drop.exp() + weight.mul_(
+            x.sub_(y)
+        ).sum(1)
     other_after = other_total * other_drop.exp() + y.exp_().sum(1)
     return torch.stack((top, total_after, other_top, other_after, sum_of_gaps), 1)
 
 
 def mix(
-    student: Tensor, teacher: Tensor, row_stats: Tensor, to_z: LogitTransform, to_w: LogitTransform, beta: float
+    student: Tensor,
+    teacher: Tensor,
+    row_stats: Tensor,
+    to_z: LogitTransform,
+    to_w: LogitTransform,
+    beta: float,
 ) -> Tensor:
     """``[n, 2]``: Σ eᵗ·(t − log M) and Σ eˢ·(s − log M) over a pair of tiles of c."""
     s, t = _log_probabilities(student, teacher, row_stats, to_z, to_w)
@@ -174,7 +210,9 @@ def backward_tile(
     out: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, gain: Tensor, to_z: LogitTransform,
     to_w: LogitTransform, beta: float,
 ) -> None:  # fmt: skip
-    """Write the student's dc of a pair of tiles of c into ``out``; ``gain`` is g·scale/T, in a mixture times 1−β."""
+    """Write the student's dc of a pair of tiles of c into ``out``; ``gain`` is g·scale/T, in a
+    mixture times 1−β.
+    """
     s, t = _log_probabilities(student, teacher, row_stats, to_z, to_w)
     p, level = s.exp(), row_stats[:, LEVEL, None]
     if beta == 0:

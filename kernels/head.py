@@ -1,13 +1,15 @@
-"""The language-model head: its weights as a caller gives them, and its factors as they are multiplied.
+"""The language-model head: its weights as a caller gives them, and its factors as they are
+multiplied.
 
     c = h·Wᵀ + b + u·Bᵀ        dh = dc·W        dW = dcᵀ·h        db = Σ dc        du = dc·B        dB = dcᵀ·u
 
-h, W, u = scaling·(h·Aᵀ), B and dc are factors of products. All of them are rounded to one dtype before they are
-multiplied, in forward and in backward, with gradients and without: the precision policy of README.md. Products are
-summed in float32, in float64 for hidden states in float64; later only a gradient of a 16-bit input is rounded, once.
+h, W, u = scaling·(h·Aᵀ), B and dc are factors of products. All of them are rounded to one dtype
+before they are multiplied, in forward and in backward, with gradients and without: the precision
+policy of README.md. Products are summed in float32, in float64 for hidden states in float64; later
+only a gradient of a 16-bit input is rounded, once.
 
-The vocabulary is always the outer loop: a W in another dtype is rounded one span at a time, and the dW of a span is
-complete before the next one begins.
+The vocabulary is always the outer loop: a W in another dtype is rounded one span at a time, and the
+dW of a span is complete before the next one begins.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,8 +28,8 @@ from .softmax import NEVER, LogitTransform
 class Shard(NamedTuple):
     """One rank's part of a vocabulary that is split over a process group.
 
-    Hidden states and targets, numbered over the whole vocabulary, are the same on all ranks, and so are outputs,
-    upstream gradients and the gradients of what is not split.
+    Hidden states and targets, numbered over the whole vocabulary, are the same on all ranks, and so
+    are outputs, upstream gradients and the gradients of what is not split.
 
     Args:
         group: the ranks that hold the vocabulary, each token once.
@@ -39,14 +41,17 @@ class Shard(NamedTuple):
 
 
 class Head(NamedTuple):
-    """A language-model head, ``c = hidden·Wᵀ + bias + scaling·(hidden·Aᵀ)·Bᵀ`` and ``cap(scale·c)``.
+    """A language-model head, ``c = hidden·Wᵀ + bias + scaling·(hidden·Aᵀ)·Bᵀ`` and
+    ``cap(scale·c)``.
 
     Args:
         weight: W ``[V, D]``, in any floating-point dtype.
         bias: ``[V]``; −inf forbids a token.
-        scale: factor on the logits, as in Cohere and Granite (there as a divisor), before the soft cap.
+        scale: factor on the logits, as in Cohere and Granite (there as a divisor), before the soft
+            cap.
         softcap: bound of the logits, ``cap(s) = softcap·tanh(s/softcap)``, as in Gemma 2.
-        adapter: LoRA factors, A ``[r, D]``, B ``[V, r]`` and their scaling. They are never merged into W.
+        adapter: LoRA factors, A ``[r, D]``, B ``[V, r]`` and their scaling. They are never merged
+            into W.
         shard: set if W, bias and B are only this rank's part of the vocabulary.
     """
 
@@ -71,15 +76,21 @@ def checked_head(who: str, hidden: Tensor, head: Tensor | Head, prefix: str = ""
     """The head, without anything else if it is a weight ``[V, D]`` alone.
 
     Raises:
-        ValueError: if it does not fit the hidden states; ``prefix`` names them in messages ("student ").
+        ValueError: if it does not fit the hidden states; ``prefix`` names them in messages
+            ("student ").
     """
     head = head if isinstance(head, Head) else Head(head)
     check_types(who, **{f"{prefix}hidden": hidden, f"{prefix}weight": head.weight})
     if hidden.ndim != 2 or head.weight.ndim != 2:
         shapes = f"{list(hidden.shape)} and {list(head.weight.shape)}"
-        raise ValueError(f"{who}: {prefix}hidden must be [N, D] and {prefix}weight [V, D], got {shapes}")
+        raise ValueError(
+            f"{who}: {prefix}hidden must be [N, D] and {prefix}weight [V, D], got {shapes}"
+        )
     (n, width), size = hidden.shape, len(head.weight)
-    expected = {f"{prefix}hidden": (hidden, [n, width]), f"{prefix}weight": (head.weight, [size, width])}
+    expected = {
+        f"{prefix}hidden": (hidden, [n, width]),
+        f"{prefix}weight": (head.weight, [size, width]),
+    }
     if head.bias is not None:
         expected[f"{prefix}bias"] = head.bias, [size]
     if head.adapter is not None:
@@ -103,7 +114,9 @@ class HeadFactors(NamedTuple):
     compute: torch.dtype
 
     @classmethod
-    def of(cls, hidden: Tensor, head: Head, compute_dtype: torch.dtype | None = None) -> "HeadFactors":
+    def of(
+        cls, hidden: Tensor, head: Head, compute_dtype: torch.dtype | None = None
+    ) -> "HeadFactors":
         """Factors on the autograd graph, which itself carries u = scaling·h·Aᵀ back to h and A."""
         compute = compute_dtype or hidden.dtype
         low = up = None
@@ -111,8 +124,12 @@ class HeadFactors(NamedTuple):
             down, up, scaling = head.adapter
             dtype = factor_dtype(hidden, compute)
             if dtype == accumulation_dtype(hidden.dtype):
-                hidden = hidden.to(dtype)  # cast once, so that its two gradients are added before they are rounded
-            h, a = (t.to(dtype) if dtype == compute else rounded(t, compute).to(dtype) for t in (hidden, down))
+                # cast once, so that its two gradients are added before they are rounded
+                hidden = hidden.to(dtype)
+            h, a = (
+                t.to(dtype) if dtype == compute else rounded(t, compute).to(dtype)
+                for t in (hidden, down)
+            )
             low = scaling * (h @ a.t())
         return cls(hidden, head.weight, head.bias, low, up, compute)
 
@@ -120,8 +137,8 @@ class HeadFactors(NamedTuple):
         return t.to(self.compute).to(factor_dtype(self.hidden, self.compute))
 
     def rounded(self, rows: Tensor | None = None) -> "HeadFactors":
-        """The same, or only some ``rows`` of it, with h and u, which all spans of the vocabulary share, in the dtype
-        that they are multiplied in."""
+        """The same, or only some ``rows`` of it, with h and u, which all spans of the vocabulary
+        share, in the dtype that they are multiplied in."""
         chosen = slice(None) if rows is None else rows
         low = None if self.low is None else self.factor(self.low[chosen])
         return self._replace(hidden=self.factor(self.hidden[chosen]), low=low)

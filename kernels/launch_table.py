@@ -1,6 +1,8 @@
-"""How the fused forward kernel (triton_forward.py) is cut on each architecture, and where it is worth its launch.
+"""How the fused forward kernel (triton_forward.py) is cut on each architecture, and where it is
+worth its launch.
 
-An architecture is a compute capability (90), an AMD architecture ("gfx942") or "interpreter". No Triton is needed here.
+An architecture is a compute capability (90), an AMD architecture ("gfx942") or "interpreter". No
+Triton is needed here.
 """
 
 from typing import NamedTuple
@@ -14,7 +16,8 @@ class Launch(NamedTuple):
     """A tile of logits, and how a program computes it.
 
     Attributes:
-        rows, columns, depth: of the tile, and of the blocks of hidden states and weight that are multiplied at once.
+        rows, columns, depth: of the tile, and of the blocks of hidden states and weight that are
+            multiplied at once.
         warps: that compute one tile together.
         stages: buffers of blocks, so that some are fetched while others are multiplied.
         flat: whether the next tile's first blocks are fetched while this one is folded.
@@ -28,9 +31,10 @@ class Launch(NamedTuple):
     flat: bool
 
 
-# In 16 bits, with rows that start at multiples of 16 bytes. Compiled ahead of time for 80, 86, 89, 90, 100, 120 and
-# gfx942: without a bias, factors or further outputs no register is spilled; with all of them 27 are on 86, 89 and 120.
-# Each has at least two buffers in the shared memory of its architecture: 66 of 99 KB on 86, 87, 89, 120 and 121.
+# In 16 bits, with rows that start at multiples of 16 bytes. Compiled ahead of time for 80, 86, 89,
+# 90, 100, 120 and gfx942: without a bias, factors or further outputs no register is spilled; with
+# all of them 27 are on 86, 89 and 120. Each has at least two buffers in the shared memory of its
+# architecture: 66 of 99 KB on 86, 87, 89, 120 and 121.
 _AMPERE = Launch(128, 128, 64, 8, 3, True)
 _HOPPER = Launch(128, 256, 64, 8, 4, True)
 _AMD = Launch(128, 128, 32, 8, 2, False)  # 64 KB of shared memory are all that there is
@@ -40,11 +44,12 @@ SIXTEEN_BITS: dict[Architecture, Launch] = {
     **dict.fromkeys(("gfx90a", "gfx942", "gfx950"), _AMD),
 }
 
-# Whether "auto" may be the fused kernel where neither gradients nor ranks are wanted. Off until a GPU shows it at least
-# 10 % ahead of tiles: it has never met one.
+# Whether "auto" may be the fused kernel where neither gradients nor ranks are wanted. Off until a
+# GPU shows it at least 10 % ahead of tiles: it has never met one.
 FUSED_WITHOUT_GRADIENTS = False
-# The widest hidden states that it may be taken for. Tiles move 6 bytes more for each logit, and fused products are
-# predicted to run at 75 to 80 % of cuBLAS' rate: then tiles win from a width between 1,850 and 2,900 on (H200).
+# The widest hidden states that it may be taken for. Tiles move 6 bytes more for each logit, and
+# fused products are predicted to run at 75 to 80 % of cuBLAS' rate: then tiles win from a width
+# between 1,850 and 2,900 on (H200).
 WIDEST_FUSED = 2048
 
 
@@ -61,19 +66,24 @@ def launch(architecture: Architecture, dtype: torch.dtype, *, aligned: bool, pla
         return Launch(64, 128, 16, 8, 2, False)
     if not aligned:
         return Launch(64, 128, 32, 8, 2, False)
-    row = SIXTEEN_BITS.get(architecture, _AMD)  # of one without a row of its own: what fits anywhere
+    # of one without a row of its own: what fits anywhere
+    row = SIXTEEN_BITS.get(architecture, _AMD)
     if plain:
         return row
     return row._replace(columns=128, flat=False)
 
 
-def prefers_fused(architecture: Architecture, compute: torch.dtype, weight: torch.dtype, width: int) -> bool:
-    """True if one pass without gradients is predicted to be faster in the fused kernel than in tiles.
+def prefers_fused(
+    architecture: Architecture, compute: torch.dtype, weight: torch.dtype, width: int
+) -> bool:
+    """True if one pass without gradients is predicted to be faster in the fused kernel than in
+    tiles.
 
     Args:
-        compute: dtype that factors are multiplied in. In float32 the kernel's products run on no tensor core, at half
-            the rate of cuBLAS.
-        weight: dtype of W, which the kernel reads as it is: of one in another dtype it would need a rounded copy.
+        compute: dtype that factors are multiplied in. In float32 the kernel's products run on no
+            tensor core, at half the rate of cuBLAS.
+        weight: dtype of W, which the kernel reads as it is: of one in another dtype it would need a
+            rounded copy.
         width: of the hidden states.
     """
     if compute.itemsize != 2 or weight != compute:

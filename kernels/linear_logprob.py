@@ -4,25 +4,27 @@
 
     logsumexp = log Σ_v e^{z_v}        logprob = z_target − logsumexp        entropy = −Σ_v p_v log p_v
 
-with p = e^{z − logsumexp} and cap(s) = softcap·tanh(s/softcap). An objective needs nothing else of a language-model
-head. The gradient for upstream g_p, g_H, g_L, from which the rest follows by the chain rule:
+with p = e^{z − logsumexp} and cap(s) = softcap·tanh(s/softcap). An objective needs nothing else of
+a language-model head. The gradient for upstream g_p, g_H, g_L, from which the rest follows by the
+chain rule:
 
     dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy)) + 1[v = target]·g_p
 
-``reference.py`` is the definition. Here ``[N, V]`` is never in memory, only tiles of tokens × vocabulary, one after the
-other (passes.py). Forward folds each tile into a running softmax. Backward takes a tile that forward kept, or computes
-it again, turns it into dc, and multiplies it out: dh = dc·W, dW = dcᵀ·h, db = Σ dc, du = dc·B, dB = dcᵀ·u, with
-u = scaling·(hidden·Aᵀ), and, because Σ_v dz_v = g_L,
+``reference.py`` is the definition. Here ``[N, V]`` is never in memory, only tiles of tokens ×
+vocabulary, one after the other (passes.py). Forward folds each tile into a running softmax.
+Backward takes a tile that forward kept, or computes it again, turns it into dc, and multiplies it
+out: dh = dc·W, dW = dcᵀ·h, db = Σ dc, du = dc·B, dB = dcᵀ·u, with u = scaling·(hidden·Aᵀ), and,
+because Σ_v dz_v = g_L,
 
     dT = −(Σ_v dz_v·z_v)/T = −(Σ_v dz_v·x_v + g_L·m)/T
 
-(8 − 2f)·NDV floating-point operations, where f is the part of the logits that is kept: all of them when N is small.
-Backward costs in proportion to the rows that a gradient arrives at: the others, clipped or of advantage 0, are
-left out. Moved: W and dW once, h and dh once per vocabulary tile. With backend "fused" one Triton kernel is all of
-forward (triton_forward.py), and nothing is kept.
+(8 − 2f)·NDV floating-point operations, where f is the part of the logits that is kept: all of them
+when N is small. Backward costs in proportion to the rows that a gradient arrives at: the others,
+clipped or of advantage 0, are left out. Moved: W and dW once, h and dh once per vocabulary tile.
+With backend "fused" one Triton kernel is all of forward (triton_forward.py), and nothing is kept.
 
-Precision, in every backend and with gradients or without: h, W, A, B and u are rounded to one dtype, ``compute_dtype``,
-and their products are summed in float32. Logits are never rounded.
+Precision, in every backend and with gradients or without: h, W, A, B and u are rounded to one
+dtype, ``compute_dtype``, and their products are summed in float32. Logits are never rounded.
 """
 
 import functools
@@ -50,7 +52,17 @@ from .head import Head, HeadFactors, checked_head
 from .passes import WAITS, TileStore, operator_schema
 from .reference import EXTRAS, Extra, Logprobs, TopK
 from .sharding import combine, sum_over
-from .softmax import IMPOSSIBLE, OUTPUTS, SAVED, Coefficients, LogitTransform, Softmax, SoftmaxState, rows_of, run
+from .softmax import (
+    IMPOSSIBLE,
+    OUTPUTS,
+    SAVED,
+    Coefficients,
+    LogitTransform,
+    Softmax,
+    SoftmaxState,
+    rows_of,
+    run,
+)
 
 
 def linear_logprob(
@@ -69,34 +81,40 @@ def linear_logprob(
 ) -> Logprobs:
     """Log-probs of targets under a language-model head, see the top of this file.
 
-    Differentiable once, in each output, with respect to every floating-point tensor given; what needs no gradient
-    costs nothing, nor does an output that is not used. Computed and returned in float32, in float64 for float64 hidden
-    states; every gradient has the dtype of its own input.
+    Differentiable once, in each output, with respect to every floating-point tensor given; what
+    needs no gradient costs nothing, nor does an output that is not used. Computed and returned in
+    float32, in float64 for float64 hidden states; every gradient has the dtype of its own input.
 
     Args:
-        hidden: ``[N, D]``, only the rows that carry a target. N = 0 gives empty outputs on the graph.
+        hidden: ``[N, D]``, only the rows that carry a target. N = 0 gives empty outputs on the
+            graph.
         head: W ``[V, D]`` alone, or ``Head(weight, bias, scale, softcap, adapter, shard)``.
-        target: int64 ``[N]``, or ``[N, k]`` for k tokens of each row, such as a teacher's most probable ones; then
-            ``logprob`` is ``[N, k]`` too, and nothing larger is made of it.
+        target: int64 ``[N]``, or ``[N, k]`` for k tokens of each row, such as a teacher's most
+            probable ones; then ``logprob`` is ``[N, k]`` too, and nothing larger is made of it.
         temperature: T > 0, one number or ``[N]``, one per token.
-        vocab: tokens from here on are padding and have probability 0; counted over the whole vocabulary.
+        vocab: tokens from here on are padding and have probability 0; counted over the whole
+            vocabulary.
         outputs: further fields of ``Logprobs`` to compute:
             "mean_logprob", (1/n) Σ_v log p_v over the n tokens that are possible (label smoothing);
             "log_sum_squares", log Σ_v p_v² (the expected probability of a sample, as in WPO);
-            "top1", int64, the likeliest token; "rank", int64, how many tokens are likelier than the target.
-        top_k: compute the ids and log-probs ``[N, top_k]`` of the likeliest tokens, ``Logprobs.top_k``.
-        keep_bytes: how many bytes of logits forward may leave for backward, which computes the others again: with a
-            share f of them, (8 − 2f)·NDV operations instead of 8. Default 96 MB, on a GPU a thirty-second of its
-            memory and at most 4 GiB.
-        main_grad: float32 ``[V, D]``, as optimizers of 16-bit models keep it: the gradient of W is added to it, without
-            rounding, and W gets none.
-        compute_dtype: float32, bfloat16 or float16, what the factors of products are rounded to. Default: autocast's
-            dtype where autocast is on, for float32 inputs too, so that tensor cores are used; else the dtype of
-            ``hidden``, to which W is rounded. float32 asks for float32 products under autocast.
-        backend: "auto" is the fastest that runs on the device of ``hidden``. "torch" is torch alone; "triton" has
-            Triton kernels between the matrix products; "fused" one Triton kernel that writes no logits at all in
-            forward, and backward as "triton"; "reference" is differentiable any number of times and materializes
-            ``[N, V]``. Triton needs a GPU, or its interpreter (TRITON_INTERPRET=1), and no float64.
+            "top1", int64, the likeliest token; "rank", int64, how many tokens are likelier than the
+            target.
+        top_k: compute the ids and log-probs ``[N, top_k]`` of the likeliest tokens,
+            ``Logprobs.top_k``.
+        keep_bytes: how many bytes of logits forward may leave for backward, which computes the
+            others again: with a share f of them, (8 − 2f)·NDV operations instead of 8. Default 96
+            MB, on a GPU a thirty-second of its memory and at most 4 GiB.
+        main_grad: float32 ``[V, D]``, as optimizers of 16-bit models keep it: the gradient of W is
+            added to it, without rounding, and W gets none.
+        compute_dtype: float32, bfloat16 or float16, what the factors of products are rounded to.
+            Default: autocast's dtype where autocast is on, for float32 inputs too, so that tensor
+            cores are used; else the dtype of ``hidden``, to which W is rounded. float32 asks for
+            float32 products under autocast.
+        backend: "auto" is the fastest that runs on the device of ``hidden``. "torch" is torch
+            alone; "triton" has Triton kernels between the matrix products; "fused" one Triton
+            kernel that writes no logits at all in forward, and backward as "triton"; "reference" is
+            differentiable any number of times and materializes ``[N, V]``. Triton needs a GPU, or
+            its interpreter (TRITON_INTERPRET=1), and no float64.
 
     Raises:
         ValueError: if shapes or devices disagree, or a hyper-parameter is out of range.
@@ -107,7 +125,10 @@ def linear_logprob(
     head = checked_head(who, hidden, head)
     check_tensors(
         who,
-        {"hidden": (hidden, list(hidden.shape)), "target": (target, [len(hidden), *target.shape[1:2]])},
+        {
+            "hidden": (hidden, list(hidden.shape)),
+            "target": (target, [len(hidden), *target.shape[1:2]]),
+        },
         {"temperature": temperature},
     )
     size = len(head.weight)
@@ -122,10 +143,14 @@ def linear_logprob(
     with torch.autocast(hidden.device.type, enabled=False):  # it would round logits to 16 bits
         backend = choose_backend(who, backend, hidden)
         if backend == "fused" and ("rank" in outputs or "top1" in outputs or top_k is not None):
-            raise ValueError(f"{who}: backend='fused' sees no tile of logits to rank; use 'triton' or 'auto'")
+            raise ValueError(
+                f"{who}: backend='fused' sees no tile of logits to rank; use 'triton' or 'auto'"
+            )
         if backend == "reference":
             if head.shard is not None or main_grad is not None:
-                raise ValueError(f"{who}: backend='reference' knows neither shards nor main_grad; use another")
+                raise ValueError(
+                    f"{who}: backend='reference' knows neither shards nor main_grad; use another"
+                )
             return reference.linear_logprob(
                 hidden,
                 head,
@@ -148,7 +173,9 @@ def linear_logprob(
             main_grad=main_grad,
             backend=backend,
         )
-        logprob, entropy, logsumexp, mean, squares, *_, ranks, ids, top_logprob = _forward(*arguments)
+        logprob, entropy, logsumexp, mean, squares, *_, ranks, ids, top_logprob = _forward(
+            *arguments
+        )
     return Logprobs(
         logprob.reshape(target.shape),
         entropy,
@@ -162,7 +189,9 @@ def linear_logprob(
 
 
 class TilePlan(NamedTuple):
-    """How a call is computed: the size of tiles, the bytes of logits that stay for backward, and the backend."""
+    """How a call is computed: the size of tiles, the bytes of logits that stay for backward, and
+    the backend.
+    """
 
     rows: int
     columns: int
@@ -170,7 +199,9 @@ class TilePlan(NamedTuple):
     backend: Backend
 
 
-def plan(factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, graph: bool, ranked: bool) -> TilePlan:
+def plan(
+    factors: HeadFactors, backend: Backend, keep_bytes: int | None, *, graph: bool, ranked: bool
+) -> TilePlan:
     """How to compute, by device and arguments only: the same call is always cut the same way.
 
     Args:
@@ -206,7 +237,8 @@ class LogprobArguments(NamedTuple):
     up: Tensor | None
     temperature: Tensor | None  # [N]
     target: Tensor  # [N, k]
-    main_grad: Tensor  # [V, D], or [0] if there is none: an operator can't write to an optional tensor
+    # [V, D], or [0] if there is none: an operator can't write to an optional tensor
+    main_grad: Tensor
     scale: float
     softcap: float | None
     vocab: int
@@ -241,7 +273,8 @@ class LogprobArguments(NamedTuple):
         hidden, weight, bias, low, up, compute = factors
         size = len(weight)
         start = 0 if head.shard is None else head.shard.start
-        columns = size if vocab is None else min(max(vocab - start, 0), size)  # that are not padding, of this rank's
+        # that are not padding, of this rank's
+        columns = size if vocab is None else min(max(vocab - start, 0), size)
         rank = "rank" in outputs
         likeliest = max(top_k or 0, int("top1" in outputs))
         differentiable = [t for t in (hidden, weight, bias, low, up, temperature) if t is not None]
@@ -278,7 +311,9 @@ class LogprobArguments(NamedTuple):
         return self.backend == "triton"
 
     def operands(self, only: Tensor | None = None) -> tuple[HeadFactors, Tensor, LogitTransform]:
-        """The rounded head, the targets as this rank numbers them, and what is done to logits, of all rows or some."""
+        """The rounded head, the targets as this rank numbers them, and what is done to logits, of
+        all rows or some.
+        """
         factors = HeadFactors(self.hidden, self.weight, self.bias, self.low, self.up, self.compute)
         target = self.target - self.start if self.start else self.target
         transform = LogitTransform(self.scale, self.softcap, self.temperature)
@@ -287,14 +322,17 @@ class LogprobArguments(NamedTuple):
         return factors.rounded(only), target[only], rows_of(transform, only)
 
     def allocate(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Memory for the tiles that are kept and for their tops, of which c itself has none; and for a ``Ranking``:
-        ranks, and ids and log-probs of the likeliest."""
+        """Memory for the tiles that are kept and for their tops, of which c itself has none; and
+        for a ``Ranking``: ranks, and ids and log-probs of the likeliest."""
         n = self.hidden.shape[0]
         exact = accumulation_dtype(self.hidden.dtype)
         dtype = exact
         if self.is_triton and factor_dtype(self.hidden, self.compute).itemsize == 2:
-            dtype = torch.float16  # of logits less their top, also where factors are bfloat16: 3 bits more
-        kept = passes.allocate_kept(self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, passes.KEEP)
+            # of logits less their top, also where factors are bfloat16: 3 bits more
+            dtype = torch.float16
+        kept = passes.allocate_kept(
+            self.hidden, self.vocab, self.columns, dtype, self.keep_bytes, passes.KEEP
+        )
         tops = passes.allocate_tops(kept if self.is_triton else kept[:0], self.columns, exact)
         ranks = self.target.new_empty(n if self.rank else 0)
         ids = self.target.new_empty(n, self.top_k)
@@ -303,21 +341,34 @@ class LogprobArguments(NamedTuple):
 
     def store(self, kept: Tensor, tops: Tensor, only: Tensor | None = None) -> TileStore:
         """The memory that ``allocate`` made, for tiles of all rows or some."""
-        return TileStore(kept, self.rows, self.columns, self.vocab, tops if self.is_triton else None, only)
+        return TileStore(
+            kept, self.rows, self.columns, self.vocab, tops if self.is_triton else None, only
+        )
 
 
 TEMPERATURE = LogprobArguments._fields.index("temperature")
 NEEDED = LogprobArguments._fields.index("target")  # the tensors before it have a gradient
-TENSORS = LogprobArguments._fields.index("main_grad")  # the tensors before it are saved for backward
+# the tensors before it are saved for backward
+TENSORS = LogprobArguments._fields.index("main_grad")
 
 
 @torch.library.custom_op(
-    "burnish::linear_logprob", mutates_args=(), tags=WAITS, schema=operator_schema(LogprobArguments, SAVED + 5)
+    "burnish::linear_logprob",
+    mutates_args=(),
+    tags=WAITS,
+    schema=operator_schema(LogprobArguments, SAVED + 5),
 )
 def _forward(*arguments: Any) -> tuple[Tensor, ...]:
-    """The fields of ``Softmax``, what is kept for backward and its tops (``TileStore``), and a ``Ranking``."""
+    """The fields of ``Softmax``, what is kept for backward and its tops (``TileStore``), and a
+    ``Ranking``.
+    """
     given = LogprobArguments(*arguments)
-    check_values("linear_logprob", given.target if given.group is None else None, given.vocab, given.temperature)
+    check_values(
+        "linear_logprob",
+        given.target if given.group is None else None,
+        given.vocab,
+        given.temperature,
+    )
     head, target, transform = given.operands()
     kept, tops, ranks, ids, likeliest = given.allocate()
     ranking = None
@@ -329,7 +380,12 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
 
         whole = head.columns(slice(given.vocab))
         state = triton_forward.accumulate(
-            whole, target, transform=transform, vocab=given.vocab, mean=given.mean, squares=given.squares
+            whole,
+            target,
+            transform=transform,
+            vocab=given.vocab,
+            mean=given.mean,
+            squares=given.squares,
         )
     else:
         state = SoftmaxState.start(target, tops, given.mean, given.squares)
@@ -387,16 +443,27 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
     return *Softmax.empty(given.target, given.hidden, given.mean, given.squares), *given.allocate()
 
 
-BEFORE: Any = {"upstream": list[Tensor | None], "outputs": list[Tensor], "kept": list[Tensor], "needed": list[bool]}
+BEFORE: Any = {
+    "upstream": list[Tensor | None],
+    "outputs": list[Tensor],
+    "kept": list[Tensor],
+    "needed": list[bool],
+}
 BACKWARD = operator_schema(LogprobArguments, NEEDED, mutates=("main_grad",), **BEFORE)
 
 
-@torch.library.custom_op("burnish::linear_logprob_backward", mutates_args=("main_grad",), tags=WAITS, schema=BACKWARD)
+@torch.library.custom_op(
+    "burnish::linear_logprob_backward", mutates_args=("main_grad",), tags=WAITS, schema=BACKWARD
+)
 def _backward(
-    upstream: list[Tensor | None], outputs: list[Tensor], kept: list[Tensor], needed: list[bool], *arguments: Any
+    upstream: list[Tensor | None],
+    outputs: list[Tensor],
+    kept: list[Tensor],
+    needed: list[bool],
+    *arguments: Any,
 ) -> tuple[Tensor, ...]:
-    """The gradients of hidden, weight, bias, low, up and temperature, empty where not needed; that of the weight is
-    added to ``main_grad`` if there is one."""
+    """The gradients of hidden, weight, bias, low, up and temperature, empty where not needed; that
+    of the weight is added to ``main_grad`` if there is one."""
     given = LogprobArguments(*arguments)
     saved = Softmax(*outputs)
     n = len(given.target)
@@ -417,7 +484,9 @@ def _backward(
         moments,
     )
     main_grad = given.main_grad if given.main_grad.ndim == 2 else None
-    hidden, weight, bias, low, up = passes.multiply_out(head, needed, tiles.store, unit, tiles.open_span, main_grad)
+    hidden, weight, bias, low, up = passes.multiply_out(
+        head, needed, tiles.store, unit, tiles.open_span, main_grad
+    )
     if given.group is not None:  # a rank has the sums over its part of the vocabulary
         for t in (hidden, low, moments):
             if t is not None:
@@ -436,7 +505,8 @@ class _BackwardTiles(NamedTuple):
 
     Attributes:
         arriving: what dc is made of, see ``softmax.coefficients``.
-        moments: ``[N]``, to which each tile adds Σ_v dz_v·x_v; None if temperatures need no gradient.
+        moments: ``[N]``, to which each tile adds Σ_v dz_v·x_v; None if temperatures need no
+            gradient.
     """
 
     given: LogprobArguments
@@ -465,7 +535,12 @@ class _BackwardTiles(NamedTuple):
             self._write_by_triton(tile, shifted, column, rows, out)
 
     def _write_by_triton(
-        self, tile: Tensor, shifted: tuple[Tensor, Tensor] | None, column: Tensor, rows: slice, out: Tensor
+        self,
+        tile: Tensor,
+        shifted: tuple[Tensor, Tensor] | None,
+        column: Tensor,
+        rows: slice,
+        out: Tensor,
     ) -> None:
         from . import triton_softmax
 
@@ -503,7 +578,9 @@ class _BackwardTiles(NamedTuple):
 
 
 @_backward.register_fake
-def _(upstream: Any, outputs: Any, kept: Any, needed: list[bool], *arguments: Any) -> tuple[Tensor, ...]:
+def _(
+    upstream: Any, outputs: Any, kept: Any, needed: list[bool], *arguments: Any
+) -> tuple[Tensor, ...]:
     given = LogprobArguments(*arguments)
     weight = needed[1] and given.main_grad.ndim != 2
     return passes.returned_shapes(arguments[:NEEDED], [needed[0], weight, *needed[2:]])
@@ -520,9 +597,16 @@ def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, 
     tensors = ctx.saved_tensors  # read once: a checkpoint recomputes them
     given = LogprobArguments._make((*tensors[-TENSORS:], ctx.main_grad, *ctx.constants))
     needed = list(ctx.needs_input_grad[:NEEDED])
-    found = _backward(list(upstream[:OUTPUTS]), list(tensors[:SAVED]), list(tensors[SAVED:-TENSORS]), needed, *given)
+    found = _backward(
+        list(upstream[:OUTPUTS]),
+        list(tensors[:SAVED]),
+        list(tensors[SAVED:-TENSORS]),
+        needed,
+        *given,
+    )
     for grad in found:
-        if grad.requires_grad:  # with create_graph; an operator that writes to an argument can't have a backward
+        # with create_graph; an operator that writes to an argument can't have a backward
+        if grad.requires_grad:
             grad.register_hook(passes.no_second_derivative)
     if given.main_grad.ndim == 2:
         needed[1] = False

@@ -1,12 +1,14 @@
-"""Logits in memory: made by ``linear_logits``, for sampling, and their log-probs, as in ``linear_logprob``.
+"""Logits in memory: made by ``linear_logits``, for sampling, and their log-probs, as in
+``linear_logprob``.
 
     c = h·Wᵀ + b + u·Bᵀ        cap(scale·c)
 
-rounded like every product of a head (README.md), so that a sampler and a trainer with the same hidden states see the
-same distribution. ``[N, V]`` is what they are: meant for the few rows of a decoding step.
+rounded like every product of a head (README.md), so that a sampler and a trainer with the same
+hidden states see the same distribution. ``[N, V]`` is what they are: meant for the few rows of a
+decoding step.
 
-``logits_logprob`` moves the logits once forward, and the logits and their gradient once backward. Triton has a row in
-each program; torch takes a few rows at a time, while they are in the cache.
+``logits_logprob`` moves the logits once forward, and the logits and their gradient once backward.
+Triton has a row in each program; torch takes a few rows at a time, while they are in the cache.
 """
 
 from typing import Any
@@ -29,16 +31,31 @@ from .backend import (
 from .head import Head, HeadFactors, checked_head
 from .passes import COLUMNS, WAITS, no_second_derivative, spans, vocabulary_spans
 from .reference import EXTRAS, Extra, Logprobs, TopK
-from .softmax import IMPOSSIBLE, NEVER, OUTPUTS, SAVED, LogitTransform, Softmax, SoftmaxState, rows_of, run
+from .softmax import (
+    IMPOSSIBLE,
+    NEVER,
+    OUTPUTS,
+    SAVED,
+    LogitTransform,
+    Softmax,
+    SoftmaxState,
+    rows_of,
+    run,
+)
 
 LOGITS_AT_ONCE = 2**20
 
 
 @torch.no_grad()
 def linear_logits(
-    hidden: Tensor, head: Tensor | Head, *, vocab: int | None = None, compute_dtype: torch.dtype | None = None
+    hidden: Tensor,
+    head: Tensor | Head,
+    *,
+    vocab: int | None = None,
+    compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Logits ``[N, vocab]`` before any temperature: constants, in float32, in float64 for float64 hidden states.
+    """Logits ``[N, vocab]`` before any temperature: constants, in float32, in float64 for float64
+    hidden states.
 
     Args:
         hidden: ``[N, D]``.
@@ -54,11 +71,14 @@ def linear_logits(
     compute = checked_dtype(who, compute_dtype, hidden, None)
     vocab = checked_vocab(who, vocab, len(head.weight))
     if head.shard is not None:
-        raise ValueError(f"{who}: the head must hold its whole vocabulary, got a shard; gather its weight before")
+        raise ValueError(
+            f"{who}: the head must hold its whole vocabulary, got a shard; gather its weight before"
+        )
     with torch.autocast(hidden.device.type, enabled=False):
         factors = HeadFactors.of(hidden, head, compute).rounded()
         logits = hidden.new_empty(len(hidden), vocab, dtype=accumulation_dtype(hidden.dtype))
-        at_once = head.weight.dtype == factors.hidden.dtype  # else in spans, so that little of W is ever there twice
+        # else in spans, so that little of W is ever there twice
+        at_once = head.weight.dtype == factors.hidden.dtype
         for columns in vocabulary_spans(vocab, vocab if at_once else COLUMNS, hidden.device):
             factors.columns(columns).logits(slice(None), logits[:, columns])
         return head.transform().capped(logits)
@@ -92,17 +112,28 @@ def logits_logprob(
     if logits.ndim != 2:
         raise ValueError(f"logits_logprob: logits must be [N, V], got {list(logits.shape)}")
     who = "logits_logprob"
-    tensors = {"logits": (logits, list(logits.shape)), "target": (target, [len(logits), *target.shape[1:2]])}
+    tensors = {
+        "logits": (logits, list(logits.shape)),
+        "target": (target, [len(logits), *target.shape[1:2]]),
+    }
     check_tensors(who, tensors, {"temperature": temperature})
     vocab = checked_vocab(who, vocab, logits.shape[1])
     check_outputs(who, outputs, EXTRAS, target, top_k, vocab)
     backend = choose_backend(who, backend, logits)
     if backend == "reference":
-        options: Any = {"temperature": temperature, "vocab": vocab, "outputs": outputs, "top_k": top_k}
+        options: Any = {
+            "temperature": temperature,
+            "vocab": vocab,
+            "outputs": outputs,
+            "top_k": top_k,
+        }
         return reference.logits_logprob(logits, target, **options)
     if backend != "torch" and logits.stride(1) != 1:
         logits = logits.contiguous()  # the kernels read the numbers of a row one after the other
-    columns, rows = target if target.ndim == 2 else target[:, None], softmax.per_row(temperature, logits)
+    columns, rows = (
+        target if target.ndim == 2 else target[:, None],
+        softmax.per_row(temperature, logits),
+    )
     mean, squares = "mean_logprob" in outputs, "log_sum_squares" in outputs
     logprob, entropy, logsumexp, means, log_sum_squares, *_ = _forward(
         logits, columns, rows, vocab, mean, squares, backend != "torch"
@@ -124,17 +155,27 @@ def logits_logprob(
 def _likeliest(z: Tensor, k: int, temperature: Tensor | None, logsumexp: Tensor) -> TopK:
     values, ids = z.topk(k)
     values = values.to(logsumexp.dtype)
-    return TopK(ids, (values if temperature is None else values / temperature[:, None]) - logsumexp[:, None])
+    return TopK(
+        ids, (values if temperature is None else values / temperature[:, None]) - logsumexp[:, None]
+    )
 
 
 def _precise(logits: Tensor, rows: slice, vocab: int) -> Tensor:
-    """A few rows in the accumulation dtype, free to be overwritten; −inf becomes finite, see ``NEVER``."""
+    """A few rows in the accumulation dtype, free to be overwritten; −inf becomes finite, see
+    ``NEVER``.
+    """
     return logits[rows, :vocab].to(accumulation_dtype(logits.dtype)).clamp(min=NEVER)
 
 
 @torch.library.custom_op("burnish::logits_logprob", mutates_args=(), tags=WAITS)
 def _forward(
-    logits: Tensor, target: Tensor, temperature: Tensor | None, vocab: int, mean: bool, squares: bool, triton: bool
+    logits: Tensor,
+    target: Tensor,
+    temperature: Tensor | None,
+    vocab: int,
+    mean: bool,
+    squares: bool,
+    triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of ``Softmax``."""
     check_values("logits_logprob", target, vocab, temperature)
@@ -179,7 +220,9 @@ def _backward(
 
         out = torch.empty_like(logits) if d_logits is None else d_logits
         tile, out = logits[:, :vocab], out[:, :vocab]
-        triton_softmax.backward_tile_(tile, target, saved.shift, arriving, transform, out, moments=moments)
+        triton_softmax.backward_tile_(
+            tile, target, saved.shift, arriving, transform, out, moments=moments
+        )
     for rows in [] if triton else spans(len(logits), max(1, LOGITS_AT_ONCE // vocab)):
         tile, here = _precise(logits, rows, vocab), rows_of(arriving, rows)
         dz = torch.empty_like(tile)
@@ -191,7 +234,9 @@ def _backward(
             softmax.add_target_(dz, target[rows], here.gain)
             d_logits[rows, :vocab] = dz
     if moments is not None and temperature is not None:
-        moments = softmax.temperature_gradient(moments, upstream, saved, transform).to(temperature.dtype)
+        moments = softmax.temperature_gradient(moments, upstream, saved, transform).to(
+            temperature.dtype
+        )
     return [grad for grad in (d_logits, moments) if grad is not None]
 
 
@@ -212,7 +257,14 @@ def _apply_backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, 
     tensors = ctx.saved_tensors
     needed = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
     grads = iter(
-        _backward(list(upstream[:OUTPUTS]), list(tensors[:SAVED]), *tensors[SAVED:], ctx.vocab, ctx.triton, needed)
+        _backward(
+            list(upstream[:OUTPUTS]),
+            list(tensors[:SAVED]),
+            *tensors[SAVED:],
+            ctx.vocab,
+            ctx.triton,
+            needed,
+        )
     )
     d_logits, d_temperature = (next(grads) if n else None for n in needed)
     return d_logits, None, d_temperature, *(None,) * 4

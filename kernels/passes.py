@@ -1,7 +1,8 @@
-"""The parts that the operators share: tiles of logits and their memory, products of dc, ranks, and schemas.
+"""The parts that the operators share: tiles of logits and their memory, products of dc, ranks, and
+schemas.
 
-The vocabulary is the outer loop, rows the inner one. Products are torch's. The elementwise pass between two of them is
-torch's too (softmax.py), or Triton's (triton_softmax.py).
+The vocabulary is the outer loop, rows the inner one. Products are torch's. The elementwise pass
+between two of them is torch's too (softmax.py), or Triton's (triton_softmax.py).
 """
 
 import inspect
@@ -17,16 +18,23 @@ from .head import HeadFactors, multiply_
 from .sharding import gather_columns, sum_over
 from .softmax import IMPOSSIBLE, LogitTransform, Softmax
 
-ALIGNED = 64  # columns: rows of tiles, and factors on tensor cores, begin at multiples of 16 bytes and more
+# columns: rows of tiles, and factors on tensor cores, begin at multiples of 16 bytes and more
+ALIGNED = 64
 ROWS, COLUMNS = 1024, 2048  # 8 MB of float32: a tile and its temporaries fit into 32 MB of cache
-KEEP = 3 * 2**25  # bytes of logits that forward leaves for backward: an eighth of naive memory in all, see README.md
-# On a GPU: 128 MB of float32, and dc as large. Products this large run at the rate of the tensor cores.
+# bytes of logits that forward leaves for backward: an eighth of naive memory in all, see README.md
+KEEP = 3 * 2**25
+# On a GPU: 128 MB of float32, and dc as large. Products this large run at the rate of the tensor
+# cores.
 GPU_ROWS, GPU_COLUMNS = 4096, 8192
-WORTH_LEAVING_OUT = 0.1  # share of rows without a gradient from which on they are: gathering the others costs a little
-# On a GPU dc of two tiles stands side by side: of 8192 rows a span's dW is one product, rounded as it is written.
+# share of rows without a gradient from which on they are: gathering the others costs a little
+WORTH_LEAVING_OUT = 0.1
+# On a GPU dc of two tiles stands side by side: of 8192 rows a span's dW is one product, rounded as
+# it is written.
 TILES_AT_ONCE = {"cuda": 2}
-WEIGHT, BIAS, UP = PER_TOKEN = (1, 2, 4)  # the factors in ``HeadFactors`` with a row per token of the vocabulary
-WAITS = (torch.Tag.cudagraph_unsafe,)  # operators that wait for the GPU can't be captured in a CUDA graph
+# the factors in ``HeadFactors`` with a row per token of the vocabulary
+WEIGHT, BIAS, UP = PER_TOKEN = (1, 2, 4)
+# operators that wait for the GPU can't be captured in a CUDA graph
+WAITS = (torch.Tag.cudagraph_unsafe,)
 
 
 def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:
@@ -34,23 +42,25 @@ def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:
 
 
 def vocabulary_spans(vocab: int, widest: int, device: torch.device) -> Iterator[slice]:
-    """Spans of the vocabulary. On a GPU the ragged remainder is a span of its own, so that the slow products of ragged
-    matrices are small."""
+    """Spans of the vocabulary. On a GPU the ragged remainder is a span of its own, so that the slow
+    products of ragged matrices are small."""
     ragged = vocab % ALIGNED if device.type == "cuda" else 0
     yield from spans(vocab - ragged, widest)
     yield from spans(vocab, ALIGNED, vocab - ragged)
 
 
 class TileStore:
-    """Memory for tiles of logits: one buffer for all in turn, and the first of the vocabulary kept for backward.
+    """Memory for tiles of logits: one buffer for all in turn, and the first of the vocabulary kept
+    for backward.
 
-    Torch passes keep c itself, in the place where it was computed. Triton passes keep z less the largest z of its row
-    in the tile, in 16 bits, and ``tops``, those largest: near the top, where the probability is, hardly a digit is
-    lost, while of plain logits rounded to 16 bits hardly one would be left.
+    Torch passes keep c itself, in the place where it was computed. Triton passes keep z less the
+    largest z of its row in the tile, in 16 bits, and ``tops``, those largest: near the top, where
+    the probability is, hardly a digit is lost, while of plain logits rounded to 16 bits hardly one
+    would be left.
 
     Args:
-        kept: ``[C, N]``, memory for the first C columns of the vocabulary. Each span of them ``[N, width]`` is in one
-            piece, one after the other.
+        kept: ``[C, N]``, memory for the first C columns of the vocabulary. Each span of them
+            ``[N, width]`` is in one piece, one after the other.
         rows, columns: of a tile.
         tops: ``[spans, N]``; None where c itself is kept.
         only: ``[live]``, the rows of N that are worked on, if not all.
@@ -81,8 +91,8 @@ class TileStore:
         self.buffer = kept.new_empty(min(self.all_rows, rows), self.width, dtype=dtype)
 
     def tile(self, rows: slice, columns: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton pass keeps, or has
-        kept, with its tops."""
+        """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton
+        pass keeps, or has kept, with its tops."""
         buffer = self.buffer[: rows.stop - rows.start, : columns.stop - columns.start]
         if columns.start >= self.recomputed:
             return buffer, None
@@ -99,18 +109,27 @@ class TileStore:
         return piece.view(n, columns.stop - columns.start)
 
     def _number(self, columns: slice) -> int:
-        """Where the tops of this span are: the ragged remainder, which begins among another span's columns, is last."""
+        """Where the tops of this span are: the ragged remainder, which begins among another span's
+        columns, is last.
+        """
         number, offset = divmod(columns.start, self.columns)
         return -1 if offset else number
 
 
 def allocate_kept(
-    hidden: Tensor, vocab: int, columns: int, dtype: torch.dtype, keep_bytes: int | None, on_cpu: int, heads: int = 1
+    hidden: Tensor,
+    vocab: int,
+    columns: int,
+    dtype: torch.dtype,
+    keep_bytes: int | None,
+    on_cpu: int,
+    heads: int = 1,
 ) -> Tensor:
-    """``[C, N]``, memory for as many columns in whole spans as fit into ``keep_bytes``, shared by ``heads``.
+    """``[C, N]``, memory for as many columns in whole spans as fit into ``keep_bytes``, shared by
+    ``heads``.
 
-    By default, ``on_cpu`` bytes; on a GPU a thirty-second of its memory, which a model that fits leaves free, and at
-    most 4 GiB, which are most of the logits of 8192 tokens.
+    By default, ``on_cpu`` bytes; on a GPU a thirty-second of its memory, which a model that fits
+    leaves free, and at most 4 GiB, which are most of the logits of 8192 tokens.
     """
     if keep_bytes is None:
         keep_bytes = on_cpu
@@ -119,14 +138,17 @@ def allocate_kept(
             keep_bytes = min(2**32, total // 32)
     bytes_per_column = torch.sym_max(hidden.shape[0], 1) * dtype.itemsize  # type: ignore[no-untyped-call]
     fitting: int = torch.sym_min(keep_bytes // heads // bytes_per_column, vocab)  # type: ignore[no-untyped-call]
-    # Without an `if`, which torch.compile would have to guard: all columns if they fit, else a multiple of a span's.
+    # Without an `if`, which torch.compile would have to guard: all columns if they fit, else a
+    # multiple of a span's.
     all_fit = fitting // max(vocab, 1)
     left_over = fitting % columns * (1 - all_fit)
     return hidden.new_empty(fitting - left_over, hidden.shape[0], dtype=dtype)
 
 
 def allocate_tops(kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """``[spans, N]``, memory for the tops of the kept spans and of a ragged remainder; see ``TileStore``."""
+    """``[spans, N]``, memory for the tops of the kept spans and of a ragged remainder; see
+    ``TileStore``.
+    """
     kept_columns, n = kept.shape
     remainder = torch.sym_min(kept_columns, 1)  # type: ignore[no-untyped-call]
     return kept.new_empty(-(-kept_columns // columns) + remainder, n, dtype=dtype)
@@ -137,16 +159,19 @@ def multiply_out(
     open_span: Callable[[slice], tuple[HeadFactors, Callable[[slice, Tensor], None]]],
     main_grad: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of hidden, weight, bias, low and up: the products of dc, tile by tile; None where not needed.
+    """The gradients of hidden, weight, bias, low and up: the products of dc, tile by tile; None
+    where not needed.
 
-    Nothing is filled with zeros: the first product for a place does not read it. Sums over the vocabulary have the
-    accumulation dtype; what is complete with a span of the vocabulary has the dtype of its input.
+    Nothing is filled with zeros: the first product for a place does not read it. Sums over the
+    vocabulary have the accumulation dtype; what is complete with a span of the vocabulary has the
+    dtype of its input.
 
     Args:
         unit: what dc is in multiples of.
-        open_span: gives, for a span of the vocabulary, the factors of the span and a function ``(rows, out)`` that
-            writes dc of a tile into ``out``.
-        main_grad: ``[V, D]``, what the gradient of the weight is added to instead of being returned.
+        open_span: gives, for a span of the vocabulary, the factors of the span and a function
+            ``(rows, out)`` that writes dc of a tile into ``out``.
+        main_grad: ``[V, D]``, what the gradient of the weight is added to instead of being
+            returned.
     """
     like, n = head.hidden, len(head.hidden)
     exact, written = accumulation_dtype(like.dtype), store.vocab if n else 0
@@ -187,15 +212,17 @@ def add_products_(
     sums: Sequence[Tensor | None], dc: Tensor, head: HeadFactors, rows: slice, columns: slice, unit: float, *,
     main_grad: bool,
 ) -> None:  # fmt: skip
-    """Add the share of ``dc`` ``[rows, columns]``, in multiples of ``unit``; of a span, the first rows first.
+    """Add the share of ``dc`` ``[rows, columns]``, in multiples of ``unit``; of a span, the first
+    rows first.
 
     Args:
-        sums: for hidden, weight, bias, low and up, of which the three over rows are those of the span; None where no
-            gradient is needed.
+        sums: for hidden, weight, bias, low and up, of which the three over rows are those of the
+            span; None where no gradient is needed.
         main_grad: the weight's share is added to what is there, also the first.
     """
     d_hidden, d_weight, d_bias, d_low, d_up = sums
-    over_vocabulary, over_rows = float(columns.start > 0), float(rows.start > 0)  # β: 0 for the first product
+    # β: 0 for the first product
+    over_vocabulary, over_rows = float(columns.start > 0), float(rows.start > 0)
     if d_hidden is not None:
         multiply_(d_hidden[rows], dc, head.weight, beta=over_vocabulary, alpha=unit)
     if d_weight is not None:
@@ -213,14 +240,18 @@ def add_products_(
         multiply_(d_up, dc.t(), head.low[rows], beta=over_rows, alpha=unit)
 
 
-def live_rows(upstream: Sequence[Tensor | None], dtype: torch.dtype, scale: float) -> tuple[Tensor | None, float]:
-    """Indices ``[live]`` of the rows that a gradient arrives at, None if that is nearly all of them; and the unit that
-    dc, of this dtype, is in multiples of.
+def live_rows(
+    upstream: Sequence[Tensor | None], dtype: torch.dtype, scale: float
+) -> tuple[Tensor | None, float]:
+    """Indices ``[live]`` of the rows that a gradient arrives at, None if that is nearly all of
+    them; and the unit that dc, of this dtype, is in multiples of.
 
-    Waits for the GPU once. dc in float16 is in multiples of the largest gradient that arrives, or those of 1/N would
-    vanish; the unit is a power of 2, which is exact.
+    Waits for the GPU once. dc in float16 is in multiples of the largest gradient that arrives, or
+    those of 1/N would vanish; the unit is a power of 2, which is exact.
     """
-    arriving = [each.reshape(len(each), -1) for each in upstream if each is not None and each.numel()]
+    arriving = [
+        each.reshape(len(each), -1) for each in upstream if each is not None and each.numel()
+    ]
     if not arriving:
         return None, 1.0
     largest = torch.stack([gradient.abs().amax(1) for gradient in arriving]).amax(0)  # [n]
@@ -240,7 +271,8 @@ def scatter_rows(t: Tensor | None, live: Tensor, n: int) -> Tensor | None:
 
 
 class Ranking:
-    """The likeliest tokens of each row and the rank of its target, over the tiles so far. Constants: no gradients.
+    """The likeliest tokens of each row and the rank of its target, over the tiles so far.
+    Constants: no gradients.
 
     Scale, soft cap and temperature keep the order of the logits, so it is c that is compared.
 
@@ -250,7 +282,9 @@ class Ranking:
         group: the ranks that the vocabulary is split over.
     """
 
-    def __init__(self, head: HeadFactors, top_k: int, target: Tensor | None, vocab: int, group: str | None) -> None:
+    def __init__(
+        self, head: HeadFactors, top_k: int, target: Tensor | None, vocab: int, group: str | None
+    ) -> None:
         n, like = len(head.hidden), head.hidden
         self.values = like.new_full((n, top_k), -torch.inf, dtype=accumulation_dtype(like.dtype))
         self.ids = torch.zeros(n, top_k, dtype=torch.int64, device=like.device)
@@ -262,20 +296,31 @@ class Ranking:
     def update(self, tile: Tensor, rows: slice, columns: slice) -> None:
         if self.values.shape[1]:
             values, ids = tile.topk(min(self.values.shape[1], tile.shape[1]))
-            values, ids = torch.cat((self.values[rows], values), 1), torch.cat((self.ids[rows], ids + columns.start), 1)
+            values, ids = (
+                torch.cat((self.values[rows], values), 1),
+                torch.cat((self.ids[rows], ids + columns.start), 1),
+            )
             self.values[rows], best = values.topk(self.values.shape[1])
             self.ids[rows] = ids.gather(1, best)
         if self.target is not None:
             # Computed in another order, the target's own logit may be a hair above itself.
-            itself = torch.arange(columns.start, columns.stop, device=tile.device) == self.target[rows, None]
+            itself = (
+                torch.arange(columns.start, columns.stop, device=tile.device)
+                == self.target[rows, None]
+            )
             self.above[rows] += ((tile > self.bar[rows, None]) & ~itself).sum(1)
 
-    def finish(self, softmax: Softmax, transform: LogitTransform, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    def finish(
+        self, softmax: Softmax, transform: LogitTransform, start: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rank of the target, ids and log-probs of the likeliest; ids count from ``start``."""
         values, ids, above = self.values, self.ids + start, self.above
         if self.group is not None:
             values, best = gather_columns(values, self.group).topk(values.shape[1])
-            ids, above = gather_columns(ids, self.group).gather(1, best), sum_over(above, self.group)
+            ids, above = (
+                gather_columns(ids, self.group).gather(1, best),
+                sum_over(above, self.group),
+            )
         z = transform.tempered(transform.capped(values))
         logprob = (z - softmax.shift[:, None]) - softmax.log_total[:, None]
         return above, ids, logprob.masked_fill_(z < IMPOSSIBLE, -torch.inf)
@@ -293,7 +338,9 @@ def _logit(head: HeadFactors, target: Tensor, vocab: int, group: str | None) -> 
     return sum_over(torch.where(inside, c, 0), group)
 
 
-def operator_schema(arguments: type, results: int, *, mutates: Sequence[str] = (), **leading: Any) -> str:
+def operator_schema(
+    arguments: type, results: int, *, mutates: Sequence[str] = (), **leading: Any
+) -> str:
     """The schema of an operator that returns so many tensors.
 
     Args:
@@ -306,23 +353,33 @@ def operator_schema(arguments: type, results: int, *, mutates: Sequence[str] = (
 
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     types = (leading | arguments.__annotations__).items()
-    parameters = [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in types]
+    parameters = [
+        inspect.Parameter(name, kind, annotation=annotation) for name, annotation in types
+    ]
     signature = inspect.Signature(parameters, return_annotation=tuple[(Tensor,) * results])  # type: ignore[misc]
     prototype.__signature__ = signature  # type: ignore[attr-defined]
     return torch.library.infer_schema(prototype, mutates_args=mutates)
 
 
-def returned(inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    """The gradients as an operator returns them: each in the dtype of its input, empty for one that is not needed."""
+def returned(
+    inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The gradients as an operator returns them: each in the dtype of its input, empty for one that
+    is not needed.
+    """
     pairs, empty = zip(gradients, inputs, strict=True), inputs[0]
     assert empty is not None
-    return tuple(empty.new_empty(0) if grad is None or t is None else grad.to(t.dtype) for grad, t in pairs)
+    return tuple(
+        empty.new_empty(0) if grad is None or t is None else grad.to(t.dtype) for grad, t in pairs
+    )
 
 
 def returned_shapes(inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor, ...]:
     """``returned`` for tracing."""
     pairs = zip(inputs, needed, strict=True)
-    return returned(inputs, [t.new_empty(t.shape) if n and t is not None else None for t, n in pairs])
+    return returned(
+        inputs, [t.new_empty(t.shape) if n and t is not None else None for t, n in pairs]
+    )
 
 
 def no_second_derivative(ctx: Any, *_: Any) -> None:

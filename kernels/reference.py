@@ -1,6 +1,8 @@
-"""The definition in plain torch: differentiable by ordinary autograd, in every precision, and the only oracle.
+"""The definition in plain torch: differentiable by ordinary autograd, in every precision, and the
+only oracle.
 
-It materializes ``[N, V]`` and it reads like the equations. Everything else in this folder has to agree with it.
+It materializes ``[N, V]`` and it reads like the equations. Everything else in this folder has to
+agree with it.
 """
 
 import math
@@ -18,7 +20,9 @@ EXTRAS: tuple[Extra, ...] = get_args(Extra)
 
 
 class TopK(NamedTuple):
-    """The likeliest tokens of each row, likeliest first: ids and log-probs, each ``[N, k]``, constants."""
+    """The likeliest tokens of each row, likeliest first: ids and log-probs, each ``[N, k]``,
+    constants.
+    """
 
     ids: Tensor
     logprob: Tensor
@@ -46,26 +50,34 @@ def linear_logprob(
 ) -> Logprobs:  # fmt: skip
     """``logits_logprob`` of the head's logits."""
     logits = head_logits(hidden, head, vocab, accumulation_dtype(hidden.dtype), compute_dtype)
-    return logits_logprob(logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k)
+    return logits_logprob(
+        logits, target, temperature=temperature, vocab=vocab, outputs=outputs, top_k=top_k
+    )
 
 
 def linear_divergence(
     student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head, *, beta: float,
     temperature: float | Tensor, vocab: int, compute_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Generalized Jensen-Shannon divergence of softmax(logits / temperature) of the teacher T and the student S."""
+    """Generalized Jensen-Shannon divergence of softmax(logits / temperature) of the teacher T and
+    the student S.
+    """
     check_values("linear_divergence", None, vocab, temperature)
     dtype = accumulation_dtype(student_hidden.dtype)
     heads = (student_hidden, student), (teacher_hidden, teacher)
     s, t = (
-        log_softmax(head_logits(hidden, head, vocab, dtype, compute_dtype), temperature)[0] for hidden, head in heads
+        log_softmax(head_logits(hidden, head, vocab, dtype, compute_dtype), temperature)[0]
+        for hidden, head in heads
     )
     if beta == 0:
         return _kl(t, s)
     if beta == 1:
         return _kl(s, t)
     impossible = s.isneginf() & t.isneginf()
-    parts = s.masked_fill(impossible, 0.0) + math.log1p(-beta), t.masked_fill(impossible, 0.0) + math.log(beta)
+    parts = (
+        s.masked_fill(impossible, 0.0) + math.log1p(-beta),
+        t.masked_fill(impossible, 0.0) + math.log(beta),
+    )
     mixture = torch.logaddexp(*parts)
     return beta * _kl(t, mixture) + (1 - beta) * _kl(s, mixture)
 
@@ -74,10 +86,11 @@ def logits_logprob(
     logits: Tensor, target: Tensor, *, temperature: float | Tensor, vocab: int, outputs: Collection[Extra] = (),
     top_k: int | None = None,
 ) -> Logprobs:  # fmt: skip
-    """log p = log softmax(logits / temperature): its target entries, −Σ p log p, and its normalizer.
+    """log p = log softmax(logits / temperature): its target entries, −Σ p log p, and its
+    normalizer.
 
-    If asked for, the mean of log p over the tokens that are possible, log Σ p², the likeliest token, how many others
-    are likelier than the target, and the k likeliest.
+    If asked for, the mean of log p over the tokens that are possible, log Σ p², the likeliest
+    token, how many others are likelier than the target, and the k likeliest.
     """
     check_values("logits_logprob", target, vocab, temperature)
     logits = logits[:, :vocab].to(accumulation_dtype(logits.dtype))
@@ -98,7 +111,11 @@ def logits_logprob(
 
 
 def head_logits(
-    hidden: Tensor, head: Head, vocab: int, dtype: torch.dtype, compute_dtype: torch.dtype | None = None
+    hidden: Tensor,
+    head: Head,
+    vocab: int,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``[N, vocab]``, before the temperature: sums in ``dtype`` of products of rounded factors."""
     compute = compute_dtype or hidden.dtype
@@ -118,7 +135,8 @@ def head_logits(
 
 def log_softmax(logits: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
     """log softmax(logits / temperature) and its normalizer."""
-    # −inf/temperature has the right value but a NaN derivative, so impossible tokens bypass it, as they do 0·log 0.
+    # −inf/temperature has the right value but a NaN derivative, so impossible tokens bypass it, as
+    # they do 0·log 0.
     impossible = logits.isneginf()
     rows = temperature[:, None].to(logits.dtype) if isinstance(temperature, Tensor) else temperature
     scores = (logits.masked_fill(impossible, 0.0) / rows).masked_fill(impossible, -torch.inf)

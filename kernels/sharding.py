@@ -1,4 +1,5 @@
-"""Collectives for a vocabulary that is split over ranks: a few numbers per row are exchanged, never logits.
+"""Collectives for a vocabulary that is split over ranks: a few numbers per row are exchanged, never
+logits.
 
     m = max m_r        S = Σ S_r·e^(m_r − m)        M = Σ (M_r + (m_r − m)·S_r)·e^(m_r − m)
 
@@ -33,7 +34,8 @@ def combine(state: SoftmaxState, target: Tensor, vocab: int, group: str) -> Soft
     """The sums over the whole vocabulary, from those over each rank's part.
 
     Raises:
-        IndexError: if a target, numbered from this rank's first column on, is in the part of no rank, or of several.
+        IndexError: if a target, numbered from this rank's first column on, is in the part of no
+            rank, or of several.
     """
     shift, total, moment, chosen, linear, squares = state
     top = shift.clone()
@@ -55,10 +57,13 @@ def combine(state: SoftmaxState, target: Tensor, vocab: int, group: str) -> Soft
         )
     total, moment, *extras = totals.unbind(1)
     pair = torch.stack((extras[0], extras[1]), 1) if linear is not None else None
-    return SoftmaxState(top, total, moment, chosen, pair, extras[-1] if squares is not None else None)
+    return SoftmaxState(
+        top, total, moment, chosen, pair, extras[-1] if squares is not None else None
+    )
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    resolve: Any = dist.distributed_c10d  # operators take the name of a group, as torch's own collectives do
+    # operators take the name of a group, as torch's own collectives do
+    resolve: Any = dist.distributed_c10d
     group: dist.ProcessGroup = resolve._resolve_process_group(name)
     return group

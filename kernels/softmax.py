@@ -1,6 +1,8 @@
-"""The running softmax over tiles of logits ``[n, columns]``: two elementwise passes, eager or compiled.
+"""The running softmax over tiles of logits ``[n, columns]``: two elementwise passes, eager or
+compiled.
 
-Forward, a running softmax over the tiles of the vocabulary, with x = z − m and m the largest z so far of the row:
+Forward, a running softmax over the tiles of the vocabulary, with x = z − m and m the largest z so
+far of the row:
 
     S = Σ eˣ        M = Σ x·eˣ        and when m grows by δ:   M ← (M − δS)·e^(−δ),   S ← S·e^(−δ)
     logsumexp = m + log S             logprob = (z_t − m) − log S              entropy = log S − M/S
@@ -10,16 +12,18 @@ and, on request, over the n tokens that are possible at all,
     X = Σ x         Q = Σ e²ˣ         X ← X − nδ,   Q ← Q·e^(−2δ)
     mean_logprob = X/n − log S        log_sum_squares = log Q − 2·log S
 
-Everything is relative to m, so logits near ±1000 cost no digits. Backward, for gradients g_p, g_H, g_L, g_X, g_Q:
+Everything is relative to m, so logits near ±1000 cost no digits. Backward, for gradients g_p, g_H,
+g_L, g_X, g_Q:
 
-    dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy) − g_X − 2·g_Q) + 2·g_Q·p_v²/Σp² + g_X/n + 1[v = t]·g_p
+    dz_v = p_v·(g_L − g_p − g_H·(log p_v + entropy) − g_X − 2·g_Q) + 2·g_Q·p_v²/Σp² + g_X/n + 1[v =
+    t]·g_p
          = eˣ·(level + slope·x + bend·eˣ) + flat + 1[v = t]·g_p
     slope = −g_H/S,  level = (g_L − g_p − g_H·(entropy − log S) − g_X − 2·g_Q)/S,  bend = 2·g_Q/Q,  flat = g_X/n
 
 With several targets in a row, g_p is a sum over them in ``level``.
 
-Eager, each of the two functions is a few passes over a tile that stays in the cache; compiled, a single one. The choice
-depends on shape and machine only, which exact resume relies on.
+Eager, each of the two functions is a few passes over a tile that stays in the cache; compiled, a
+single one. The choice depends on shape and machine only, which exact resume relies on.
 """
 
 import functools
@@ -36,7 +40,8 @@ from .backend import accumulation_dtype
 # A finite −inf: e^(−1e30) is 0 like e^(−inf), but 0·(−1e30) is 0 and 0·(−inf) is NaN.
 NEVER = -1e30
 IMPOSSIBLE = -1e20  # logits below this were masked
-# Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a tenth of a second.
+# Compiling takes tens of seconds once and saves a nanosecond or two per logit of every call: here a
+# tenth of a second.
 COMPILE_FROM = 2**26
 T = TypeVar("T")
 Fields = TypeVar("Fields", bound=tuple[Any, ...])
@@ -46,7 +51,8 @@ log = logging.getLogger(__name__)
 class LogitTransform(NamedTuple):
     """z = cap(scale·c)/T, with cap(s) = softcap·tanh(s/softcap).
 
-    Called, it gives cap(scale·c) on the autograd graph; ``capped`` and ``tempered`` are for constants.
+    Called, it gives cap(scale·c) on the autograd graph; ``capped`` and ``tempered`` are for
+    constants.
     """
 
     scale: float = 1.0
@@ -59,7 +65,9 @@ class LogitTransform(NamedTuple):
 
     def capped(self, c: Tensor) -> Tensor:
         scaled = c if self.scale == 1.0 else c * self.scale
-        return scaled if self.softcap is None else (scaled / self.softcap).tanh_().mul_(self.softcap)
+        return (
+            scaled if self.softcap is None else (scaled / self.softcap).tanh_().mul_(self.softcap)
+        )
 
     def tempered(self, capped: Tensor) -> Tensor:
         return capped if self.temperature is None else capped / self.temperature[:, None]
@@ -71,7 +79,8 @@ class LogitTransform(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The outputs, and what backward needs besides: m, log S, the targets' z, n. Outputs not asked for are empty.
+    """The outputs, and what backward needs besides: m, log S, the targets' z, n. Outputs not asked
+    for are empty.
 
     Each ``[rows]``; logprob and chosen ``[rows, targets]``.
     """
@@ -91,13 +100,28 @@ class Softmax(NamedTuple):
         """Uninitialized tensors of the right shapes, for tracing."""
 
         def row(wanted: bool = True) -> Tensor:
-            return like.new_empty(target.shape[0] if wanted else 0, dtype=accumulation_dtype(like.dtype))
+            return like.new_empty(
+                target.shape[0] if wanted else 0, dtype=accumulation_dtype(like.dtype)
+            )
 
-        per_target = [like.new_empty(target.shape, dtype=accumulation_dtype(like.dtype)) for _ in range(2)]
-        return cls(per_target[0], row(), row(), row(mean), row(squares), row(), row(), per_target[1], row(mean))
+        per_target = [
+            like.new_empty(target.shape, dtype=accumulation_dtype(like.dtype)) for _ in range(2)
+        ]
+        return cls(
+            per_target[0],
+            row(),
+            row(),
+            row(mean),
+            row(squares),
+            row(),
+            row(),
+            per_target[1],
+            row(mean),
+        )
 
 
-OUTPUTS, SAVED = 5, len(Softmax._fields)  # the first so many fields are differentiable; all are kept for backward
+# the first so many fields are differentiable; all are kept for backward
+OUTPUTS, SAVED = 5, len(Softmax._fields)
 
 
 class Coefficients(NamedTuple):
@@ -124,7 +148,10 @@ class SoftmaxState(NamedTuple):
     def start(cls, target: Tensor, like: Tensor, mean: bool, squares: bool) -> "SoftmaxState":
         """Before the first tile; ``like`` has the accumulation dtype."""
         n = len(target)
-        linear, total_squares = like.new_zeros(n, 2) if mean else None, like.new_zeros(n) if squares else None
+        linear, total_squares = (
+            like.new_zeros(n, 2) if mean else None,
+            like.new_zeros(n) if squares else None,
+        )
         sums = like.new_zeros(n), like.new_zeros(n), like.new_zeros(target.shape)
         return cls(like.new_full((n,), NEVER), *sums, linear, total_squares)
 
@@ -135,7 +162,9 @@ class SoftmaxState(NamedTuple):
 
 
 def rows_of(fields: Fields, rows: slice | Tensor) -> Fields:
-    """Some rows of every tensor of a named tuple; a number, None, and a tensor that is empty stay as they are."""
+    """Some rows of every tensor of a named tuple; a number, None, and a tensor that is empty stay
+    as they are.
+    """
     make: Callable[..., Fields] = type(fields)
     return make(*(t[rows] if isinstance(t, Tensor) and t.shape[0] else t for t in fields))
 
@@ -148,10 +177,13 @@ def per_row(temperature: float | Tensor, like: Tensor) -> Tensor | None:
     return None if temperature == 1.0 else like.new_full(like.shape[:1], temperature, dtype=dtype)
 
 
-def fold(tile: Tensor, column: Tensor, state: SoftmaxState, transform: LogitTransform) -> SoftmaxState:
+def fold(
+    tile: Tensor, column: Tensor, state: SoftmaxState, transform: LogitTransform
+) -> SoftmaxState:
     """The sums after one more tile ``[n, columns]`` of c.
 
-    ``column`` ``[n, k]`` is the column of the targets in this tile; outside ``[0, columns)`` they are in another one.
+    ``column`` ``[n, k]`` is the column of the targets in this tile; outside ``[0, columns)`` they
+    are in another one.
     """
     z = transform.tempered(transform.capped(tile))
     inside = (column >= 0) & (column < z.shape[1])
@@ -166,7 +198,9 @@ def fold(tile: Tensor, column: Tensor, state: SoftmaxState, transform: LogitTran
         linear_sum, count = state.linear.unbind(1)
         possible = z > IMPOSSIBLE
         added = torch.where(possible, x, 0).sum(1)
-        linear = torch.stack((linear_sum + count * drop + added, count + possible.to(x.dtype).sum(1)), 1)
+        linear = torch.stack(
+            (linear_sum + count * drop + added, count + possible.to(x.dtype).sum(1)), 1
+        )
     if state.squares is not None:
         squares = state.squares * decay.square() + weight.square().sum(1)
     total = state.total * decay + weight.sum(1)
@@ -185,10 +219,14 @@ def finish(state: SoftmaxState) -> Softmax:
         mean = linear[:, 0] / possible - log_total
     if squares is not None:
         log_squares = squares.log() - 2 * log_total
-    return Softmax(logprob, entropy, shift + log_total, mean, log_squares, shift, log_total, chosen, possible)
+    return Softmax(
+        logprob, entropy, shift + log_total, mean, log_squares, shift, log_total, chosen, possible
+    )
 
 
-def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform: LogitTransform) -> Coefficients:
+def coefficients(
+    upstream: Sequence[Tensor | None], softmax: Softmax, transform: LogitTransform
+) -> Coefficients:
     """The upstream gradients of the outputs, None if unused, times scale/T, as coefficients."""
     # An output that was not asked for is empty, and so is its gradient.
     d_logprob, d_entropy, d_logsumexp, d_mean, d_squares = (
@@ -211,16 +249,23 @@ def coefficients(upstream: Sequence[Tensor | None], softmax: Softmax, transform:
         level, gain = level - d_logprob.sum(1) * density, d_logprob * inner[:, None]
         if transform.softcap is not None:
             temperature = transform.temperature
-            capped = softmax.chosen if temperature is None else softmax.chosen * temperature[:, None]
+            capped = (
+                softmax.chosen if temperature is None else softmax.chosen * temperature[:, None]
+            )
             gain = gain * (1 - (capped / transform.softcap).square())
     return Coefficients(level, slope, bend, flat, gain)
 
 
 def backward_tile(
-    tile: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, moments: bool, out: Tensor
+    tile: Tensor,
+    shift: Tensor,
+    arriving: Coefficients,
+    transform: LogitTransform,
+    moments: bool,
+    out: Tensor,
 ) -> Tensor | None:
-    """From a tile of c, dc without the targets' share, written to ``out``, which may be the tile: a fresh one each time
-    would let the heap grow by several. Returns Σ_v dz_v·x_v, if ``moments``."""
+    """From a tile of c, dc without the targets' share, written to ``out``, which may be the tile: a
+    fresh one each time would let the heap grow by several. Returns Σ_v dz_v·x_v, if ``moments``."""
     capped = transform.capped(tile)
     steepness = None if transform.softcap is None else 1 - (capped / transform.softcap).square_()
     x = transform.tempered(capped) - shift[:, None]
@@ -248,7 +293,9 @@ def add_target_(tile: Tensor, column: Tensor, gain: Tensor | None) -> None:
 def temperature_gradient(
     moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, transform: LogitTransform
 ) -> Tensor:
-    """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the targets' g_p·x_t not included."""
+    """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the targets' g_p·x_t
+    not included.
+    """
     d_logprob, _, d_logsumexp, *_ = upstream
     rest = torch.zeros_like(moments)
     if d_logprob is not None:
@@ -265,7 +312,8 @@ def worth_compiling(tile: Tensor, logits: int) -> bool:
 
 
 def run(function: Callable[..., T], tile: Tensor, *rest: object, width: int, logits: int) -> T:
-    """``function(tile, *rest)``, through torch.compile where that is worth it and works on this machine.
+    """``function(tile, *rest)``, through torch.compile where that is worth it and works on this
+    machine.
 
     Args:
         width: of most tiles; only those of one width are compiled, once for all calls.
@@ -273,13 +321,16 @@ def run(function: Callable[..., T], tile: Tensor, *rest: object, width: int, log
     """
     if tile.shape[1] == width and worth_compiling(tile, logits) and function not in _uncompilable:
         try:
-            # Rows are symbolic from the first call on: every batch size shares one compilation, and its bits.
+            # Rows are symbolic from the first call on: every batch size shares one compilation, and
+            # its bits.
             for tensor in tree_leaves((tile, rest)):
                 if isinstance(tensor, Tensor):
                     torch._dynamo.mark_dynamic(tensor, 0)
             result: T = _compile(function, dynamic=False)(tile, *rest)
             return result
-        except Exception as error:  # no compiler, a broken one, a full disk: eager is the same mathematics
+        except (
+            Exception
+        ) as error:  # no compiler, a broken one, a full disk: eager is the same mathematics
             _uncompilable.add(function)
             log.info("%s runs eagerly, torch.compile failed: %s", function.__name__, error)
     return function(tile, *rest)

@@ -1,16 +1,18 @@
-"""The three elementwise passes of divergence_passes.py over two tiles of logits ``[n, columns]``, each one launch.
+"""The three elementwise passes of divergence_passes.py over two tiles of logits ``[n, columns]``,
+each one launch.
 
-    z = cap(scale·c)/T of either head, in float32, with its own scale and soft cap, and the T of the row
+    z = cap(scale·c)/T of either head, in float32, with its own scale and soft cap, and the T of the
+    row
 
     fold_:  x = z_P − m_P,  y = z_Q − m_Q:   S = Σ eˣ,  R = Σ eʸ and, if asked for, G = Σ eˣ·(x − y), brought up to date
     mix_:   s = z_S − m_S − log S,  t = z_T − m_T − log R,  M = (1−β)·eˢ + β·eᵗ:   += Σ eᵗ·(t − log M), Σ eˢ·(s − log M)
     backward_tile_:  dz = eˢ − eᵗ,  eˢ·(s − t − D)  or  eˢ·(s − log M − K);   dc = gain·dz·cap′(scale·c)
 
-Moved: 8 bytes a logit are read, and ``backward_tile_`` writes 2 or 4; all else is per row. Nothing is shared between
-rows, and the sums of a row have a fixed order: the same call gives the same bits.
+Moved: 8 bytes a logit are read, and ``backward_tile_`` writes 2 or 4; all else is per row. Nothing
+is shared between rows, and the sums of a row have a fixed order: the same call gives the same bits.
 
-Tiles are float32, kept ones too: near the optimum the gradient is made of s − t alone, which is smaller than the
-rounding of s and t to 16 bits, however well they are centered.
+Tiles are float32, kept ones too: near the optimum the gradient is made of s − t alone, which is
+smaller than the rounding of s and t to 16 bits, however well they are centered.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -37,7 +39,9 @@ def _tile(tile_ptr, stride, row, column, inside, inner, outer, temperature_ptr, 
 
 @triton.jit
 def _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS: tl.constexpr):
-    """This program's rows, which of them there are, and ``transform_factors`` ``[ROWS, 1]`` of both heads."""
+    """This program's rows, which of them there are, and ``transform_factors`` ``[ROWS, 1]`` of both
+    heads.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < n
     at = tl.where(there, row, 0)  # what is past the last row may be read, and is never written
@@ -67,7 +71,9 @@ def _fold_kernel(
     scale, softcap, scale_w, softcap_w, n, columns, p_stride: tl.int64, q_stride: tl.int64,
     GAP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
+    row, there, inner, outer, inner_w, outer_w = _rows(
+        n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS
+    )
     state_ptr += row * FIELDS
     shift, total = tl.load(state_ptr), tl.load(state_ptr + 1)  # [ROWS]
     other_shift, other_total = tl.load(state_ptr + 2), tl.load(state_ptr + 3)
@@ -77,8 +83,21 @@ def _fold_kernel(
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
-        z = _tile(p_ptr, p_stride, row, column, inside, inner, outer, temperature_ptr, softcap, NEVER)
-        w = _tile(q_ptr, q_stride, row, column, inside, inner_w, outer_w, temperature_ptr, softcap_w, NEVER)
+        z = _tile(
+            p_ptr, p_stride, row, column, inside, inner, outer, temperature_ptr, softcap, NEVER
+        )
+        w = _tile(
+            q_ptr,
+            q_stride,
+            row,
+            column,
+            inside,
+            inner_w,
+            outer_w,
+            temperature_ptr,
+            softcap_w,
+            NEVER,
+        )
         top, other_top = tl.maximum(shift, tl.max(z, 1)), tl.maximum(other_shift, tl.max(w, 1))
         drop, other_drop = shift - top, other_shift - other_top
         decay, other_decay = tl.exp2(drop * LOG2E), tl.exp2(other_drop * LOG2E)
@@ -108,15 +127,39 @@ def _mix_kernel(
     beta, rest,  # 1 − β, which float32 would round
     n, columns, student_stride: tl.int64, teacher_stride: tl.int64, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
+    row, there, inner, outer, inner_w, outer_w = _rows(
+        n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS
+    )
     shift, log_total, other_shift, other_log_total, _ = _row_stats(row_stats_ptr, row)
     from_teacher = tl.zeros((ROWS, BLOCK), tl.float32)
     from_student = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
-        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, temperature_ptr, softcap, NEVER)
-        w = _tile(teacher_ptr, teacher_stride, row, column, inside, inner_w, outer_w, temperature_ptr, softcap_w, NEVER)
+        z = _tile(
+            student_ptr,
+            student_stride,
+            row,
+            column,
+            inside,
+            inner,
+            outer,
+            temperature_ptr,
+            softcap,
+            NEVER,
+        )
+        w = _tile(
+            teacher_ptr,
+            teacher_stride,
+            row,
+            column,
+            inside,
+            inner_w,
+            outer_w,
+            temperature_ptr,
+            softcap_w,
+            NEVER,
+        )
         s, t = (z - shift) - log_total, (w - other_shift) - other_log_total
         p, q = tl.exp2(s * LOG2E), tl.exp2(t * LOG2E)
         mixture = _log_mixture(p, q, beta, rest)
@@ -139,15 +182,37 @@ def _backward_kernel(
     n, columns, out_stride: tl.int64, student_stride: tl.int64, teacher_stride: tl.int64,
     KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, there, inner, outer, inner_w, outer_w = _rows(n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS)
+    row, there, inner, outer, inner_w, outer_w = _rows(
+        n, temperature_ptr, scale, softcap, scale_w, softcap_w, ROWS
+    )
     gain = tl.load(gain_ptr + row)[:, None]  # [ROWS, 1]
     shift, log_total, other_shift, other_log_total, level = _row_stats(row_stats_ptr, row)
     for start in range(0, columns, BLOCK):
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = there[:, None] & (column < columns)[None, :]
-        z = _tile(student_ptr, student_stride, row, column, inside, inner, outer, temperature_ptr, softcap, shift)
+        z = _tile(
+            student_ptr,
+            student_stride,
+            row,
+            column,
+            inside,
+            inner,
+            outer,
+            temperature_ptr,
+            softcap,
+            shift,
+        )
         w = _tile(
-            teacher_ptr, teacher_stride, row, column, inside, inner_w, outer_w, temperature_ptr, softcap_w, other_shift
+            teacher_ptr,
+            teacher_stride,
+            row,
+            column,
+            inside,
+            inner_w,
+            outer_w,
+            temperature_ptr,
+            softcap_w,
+            other_shift,
         )
         s, t = (z - shift) - log_total, (w - other_shift) - other_log_total
         p = tl.exp2(s * LOG2E)
@@ -168,15 +233,18 @@ def _backward_kernel(
 def launch(n: int, columns: int, device: torch.device) -> tuple[int, int, int]:
     """How many rows a program has, how many of their logits it takes at once, and its warps.
 
-    On a GPU one row and one warp: its sums then need no shared memory, and 32 logits a thread are enough to be on the
-    way. The interpreter runs one program after the other, so there each has many rows.
+    On a GPU one row and one warp: its sums then need no shared memory, and 32 logits a thread are
+    enough to be on the way. The interpreter runs one program after the other, so there each has
+    many rows.
     """
     if device.type == "cpu":
         return min(triton.next_power_of_2(n), 64), min(triton.next_power_of_2(columns), 256), 1
     return 1, min(max(triton.next_power_of_2(columns), 64), 512), 1
 
 
-def fold_(state: Tensor, p: Tensor, q: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool) -> None:
+def fold_(
+    state: Tensor, p: Tensor, q: Tensor, to_z: LogitTransform, to_w: LogitTransform, gap: bool
+) -> None:
     """``divergence_passes.fold``, in place: ``state`` is ``[n, 5]``; G only if ``gap``."""
     assert state.is_contiguous()
     _run(_fold_kernel, (state, p, q), to_z, to_w, (), (p, q), GAP=gap)
@@ -196,14 +264,18 @@ def backward_tile_(
     out: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, gain: Tensor, to_z: LogitTransform,
     to_w: LogitTransform, beta: float,
 ) -> None:  # fmt: skip
-    """``divergence_passes.backward_tile`` in float32 or 16 bits; ``out`` may be the tile of the student."""
+    """``divergence_passes.backward_tile`` in float32 or 16 bits; ``out`` may be the tile of the
+    student.
+    """
     assert row_stats.is_contiguous() and gain.is_contiguous()
     tensors, strided = (out, student, teacher, row_stats, gain), (out, student, teacher)
     kind = {0.0: "forward", 1.0: "reverse"}.get(beta, "mixture")
     _run(_backward_kernel, tensors, to_z, to_w, (beta, 1 - beta), strided, KIND=kind)
 
 
-def _run(kernel, tensors, to_z: LogitTransform, to_w: LogitTransform, numbers, strided, **constants) -> None:
+def _run(
+    kernel, tensors, to_z: LogitTransform, to_w: LogitTransform, numbers, strided, **constants
+) -> None:
     """Launch ``kernel`` over all rows; ``strided`` are the tensors whose row strides it takes."""
     n, columns = strided[0].shape
     rows, block, warps = launch(n, columns, strided[0].device)
@@ -212,5 +284,14 @@ def _run(kernel, tensors, to_z: LogitTransform, to_w: LogitTransform, numbers, s
     strides = (t.stride(0) for t in strided)
     with torch.cuda.device_of(strided[0]):
         kernel[(triton.cdiv(n, rows),)](
-            *tensors, *transforms, *numbers, n, columns, *strides, ROWS=rows, BLOCK=block, num_warps=warps, **constants
+            *tensors,
+            *transforms,
+            *numbers,
+            n,
+            columns,
+            *strides,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=warps,
+            **constants,
         )

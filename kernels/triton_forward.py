@@ -1,20 +1,24 @@
-"""The forward sums of ``linear_logprob`` straight from hidden states and weight: no logit is ever written to memory.
+"""The forward sums of ``linear_logprob`` straight from hidden states and weight: no logit is ever
+written to memory.
 
     c = h·Wᵀ + b + u·Bᵀ        z = cap(scale·c)/T        x = z − m        S = Σ eˣ        M = Σ x·eˣ
 
-A program owns a block of rows and a span of the vocabulary. It multiplies out one tile of c at a time, in float32
-registers, folds it into its running sums (the equations of softmax.py), and writes three numbers a row. The spans of a
-row are then merged in a fixed order: no atomics, so the same call gives the same bits.
+A program owns a block of rows and a span of the vocabulary. It multiplies out one tile of c at a
+time, in float32 registers, folds it into its running sums (the equations of softmax.py), and writes
+three numbers a row. The spans of a row are then merged in a fixed order: no atomics, so the same
+call gives the same bits.
 
-Moved: programs are ordered so that those which run together share a group of row blocks of 16 MB, which stays in L2,
-and walk through W side by side. h is read once, W once per group: at N = 8192, D = 4096, V = 151936 in bf16 that is
-67 MB + 4 × 1.24 GB, 1.2 ms of HBM time under 14 ms of products. From L2 a tile of 128 × 256 takes (128 + 256)·D
-numbers for 2·128·256·D operations, 85 a byte. Written: 12 bytes a row and span.
+Moved: programs are ordered so that those which run together share a group of row blocks of 16 MB,
+which stays in L2, and walk through W side by side. h is read once, W once per group: at N = 8192, D
+= 4096, V = 151936 in bf16 that is 67 MB + 4 × 1.24 GB, 1.2 ms of HBM time under 14 ms of products.
+From L2 a tile of 128 × 256 takes (128 + 256)·D numbers for 2·128·256·D operations, 85 a byte.
+Written: 12 bytes a row and span.
 
-Digits: products of 16-bit numbers are exact and summed in float32; those of float32 are computed in float32, in TF32
-only where ``torch.set_float32_matmul_precision`` has it so, as those of torch. z is kept in nats, not in units of log
-2: at |z| = 1000, rounding z·log₂e would cost 4e-5, and not rounding it costs one multiplication a logit. The target's z
-is picked from the tile, so it has the very bits that went into S.
+Digits: products of 16-bit numbers are exact and summed in float32; those of float32 are computed in
+float32, in TF32 only where ``torch.set_float32_matmul_precision`` has it so, as those of torch. z
+is kept in nats, not in units of log 2: at |z| = 1000, rounding z·log₂e would cost 4e-5, and not
+rounding it costs one multiplication a logit. The target's z is picked from the tile, so it has the
+very bits that went into S.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -44,7 +48,9 @@ def _block(
     source, row, column, rows, row_stride, column_stride,
     D: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """``[ROWS, DEPTH]`` of a matrix ``[rows, D]``: zeros past its last column, past its last row anything finite."""
+    """``[ROWS, DEPTH]`` of a matrix ``[rows, D]``: zeros past its last column, past its last row
+    anything finite.
+    """
     if DESCRIBED:
         block = source.load([row, column])
     else:
@@ -100,16 +106,22 @@ def _halves(c):
 def _choose_one(chosen_ptr, z, column):
     """Stores the z of the target of each row that has it here."""
     hit = tl.arange(0, z.shape[1])[None, :] == column[:, None]
-    tl.store(chosen_ptr, tl.sum(tl.where(hit, z, 0.0), 1), mask=(column >= 0) & (column < z.shape[1]))
+    tl.store(
+        chosen_ptr, tl.sum(tl.where(hit, z, 0.0), 1), mask=(column >= 0) & (column < z.shape[1])
+    )
 
 
 @triton.jit
-def _choose_many(chosen_ptr, target_ptr, z, first, row, rows, vocab, TARGETS: tl.constexpr, AT_ONCE: tl.constexpr):
+def _choose_many(
+    chosen_ptr, target_ptr, z, first, row, rows, vocab, TARGETS: tl.constexpr, AT_ONCE: tl.constexpr
+):
     """The same for several targets a row."""
     for j in range(0, TARGETS, AT_ONCE):
         k = j + tl.arange(0, AT_ONCE)
         at = row.to(tl.int64)[:, None] * TARGETS + k[None, :]
-        target = tl.load(target_ptr + at, mask=(row < rows)[:, None] & (k < TARGETS)[None, :], other=-1)
+        target = tl.load(
+            target_ptr + at, mask=(row < rows)[:, None] & (k < TARGETS)[None, :], other=-1
+        )
         inside = (target >= first) & (target < tl.minimum(first + z.shape[1], vocab))
         column = tl.where(inside, target - first, 0).to(tl.int32)
         tl.store(chosen_ptr + at, tl.gather(z, column, 1), mask=inside)
@@ -124,7 +136,9 @@ def _forward_kernel(
     RAGGED: tl.constexpr, DESCRIBED: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, AT_ONCE: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """One block of rows, one span of the vocabulary: ``sums[split, :, row]`` and the targets that are in the span."""
+    """One block of rows, one span of the vocabulary: ``sums[split, :, row]`` and the targets that
+    are in the span.
+    """
     QUARTER: tl.constexpr = COLUMNS // 4
     within = tl.program_id(0) % (group * splits)
     first_block = tl.program_id(0) // (group * splits) * group
@@ -146,8 +160,30 @@ def _forward_kernel(
     for first in tl.range(split * span * COLUMNS, end, COLUMNS, flatten=FLAT):
         c = tl.zeros([ROWS, COLUMNS], tl.float32)
         for k in tl.range(0, D, DEPTH):
-            h = _block(hidden, first_row, k, rows, hidden_stride, hidden_column_stride, D, ROWS, DEPTH, DESCRIBED)
-            w = _block(weight, first, k, vocab, weight_stride, weight_column_stride, D, COLUMNS, DEPTH, DESCRIBED)
+            h = _block(
+                hidden,
+                first_row,
+                k,
+                rows,
+                hidden_stride,
+                hidden_column_stride,
+                D,
+                ROWS,
+                DEPTH,
+                DESCRIBED,
+            )
+            w = _block(
+                weight,
+                first,
+                k,
+                vocab,
+                weight_stride,
+                weight_column_stride,
+                D,
+                COLUMNS,
+                DEPTH,
+                DESCRIBED,
+            )
             c = tl.dot(h, w.T, c, input_precision=PRECISION)
         if RANK > 0:
             for k in tl.range(0, RANK, 16, num_stages=1):
@@ -155,12 +191,22 @@ def _forward_kernel(
                 b = _block(up_ptr, first, k, vocab, RANK, 1, RANK, COLUMNS, 16, False)
                 c = tl.dot(u, b.T, c, input_precision=PRECISION)
         present = tl.max(((target >= first) & (target < first + COLUMNS)).to(tl.int32), 0) > 0
-        # Four quarters, one after the other: the temporaries of a whole tile do not fit into the registers.
+        # Four quarters, one after the other: the temporaries of a whole tile do not fit into the
+        # registers.
         left, right = _halves(c)
         quarters = _halves(left) + _halves(right)
         for i in tl.static_range(4):
             start = first + i * QUARTER
-            z = _logits(quarters[i], start + tl.arange(0, QUARTER), vocab, bias_ptr, scale, softcap, cooling, RAGGED)
+            z = _logits(
+                quarters[i],
+                start + tl.arange(0, QUARTER),
+                vocab,
+                bias_ptr,
+                scale,
+                softcap,
+                cooling,
+                RAGGED,
+            )
             if TARGETS == 1:
                 if present:
                     _choose_one(chosen_ptr + row, z, target - start)
@@ -184,7 +230,13 @@ def _forward_kernel(
 
 
 def accumulate(
-    head: HeadFactors, target: Tensor, *, transform: LogitTransform, vocab: int, mean: bool, squares: bool
+    head: HeadFactors,
+    target: Tensor,
+    *,
+    transform: LogitTransform,
+    vocab: int,
+    mean: bool,
+    squares: bool,
 ) -> SoftmaxState:
     """``softmax.SoftmaxState`` after the whole vocabulary.
 
@@ -204,7 +256,9 @@ def accumulate(
     aligned = _aligned(hidden) and _aligned(weight)
     described = described and aligned
     plain = low is None and target.shape[1] == 1
-    rows, columns, depth, warps, stages, flat = launch(architecture, hidden.dtype, aligned=aligned, plain=plain)
+    rows, columns, depth, warps, stages, flat = launch(
+        architecture, hidden.dtype, aligned=aligned, plain=plain
+    )
     blocks = triton.cdiv(n, rows)
     splits, span = schedule(blocks, triton.cdiv(vocab, columns), processors)
     sums = hidden.new_empty(splits, 3 + 2 * mean + squares, n, dtype=torch.float32)
@@ -230,7 +284,9 @@ def accumulate(
 
 
 def _in_steps_of_16(factor: Tensor | None) -> Tensor | None:
-    """u or B with a multiple of 16 ranks, one after the other in memory, as the kernel takes them."""
+    """u or B with a multiple of 16 ranks, one after the other in memory, as the kernel takes
+    them.
+    """
     return None if factor is None else F.pad(factor, (0, -factor.shape[1] % 16)).contiguous()
 
 
@@ -251,13 +307,19 @@ def merge(sums: Tensor, state: SoftmaxState) -> SoftmaxState:
         added, count = extras
         linear = torch.stack(((added + count * drop).sum(0), count.sum(0)), 1)
     return SoftmaxState(
-        shift, (total * decay).sum(0), ((moment + total * drop) * decay).sum(0), state.chosen, linear, squares
+        shift,
+        (total * decay).sum(0),
+        ((moment + total * drop) * decay).sum(0),
+        state.chosen,
+        linear,
+        squares,
     )
 
 
 @functools.cache
 def schedule(blocks: int, tiles: int, slots: int) -> tuple[int, int]:
-    """The number of spans that ``tiles`` are cut into, and the tiles in each: what is done first on ``slots`` at once.
+    """The number of spans that ``tiles`` are cut into, and the tiles in each: what is done first on
+    ``slots`` at once.
 
     Starting a span costs about an eighth of a tile.
     """
@@ -271,8 +333,8 @@ def schedule(blocks: int, tiles: int, slots: int) -> tuple[int, int]:
 
 
 def machine(tensor: Tensor) -> tuple[int | str, int, bool]:
-    """Where the kernel is going to run: its architecture, how many processors it has, and whether blocks are copied by
-    the tensor memory accelerator."""
+    """Where the kernel is going to run: its architecture, how many processors it has, and whether
+    blocks are copied by the tensor memory accelerator."""
     if triton.knobs.runtime.interpret:
         return "interpreter", 4, True
     architecture = triton.runtime.driver.active.get_current_target().arch
@@ -283,7 +345,17 @@ def machine(tensor: Tensor) -> tuple[int | str, int, bool]:
     return architecture, processors, isinstance(architecture, int) and architecture >= 90
 
 
-PROCESSORS = {75: 40, 80: 108, 86: 82, 89: 128, 90: 132, 100: 148, 120: 170, "gfx942": 304, "gfx950": 256}
+PROCESSORS = {
+    75: 40,
+    80: 108,
+    86: 82,
+    89: 128,
+    90: 132,
+    100: 148,
+    120: 170,
+    "gfx942": 304,
+    "gfx950": 256,
+}
 
 
 def _aligned(matrix: Tensor) -> bool:

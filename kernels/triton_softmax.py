@@ -1,20 +1,22 @@
-"""The two elementwise passes of softmax.py over a tile of logits ``[n, columns]``, each one launch of Triton.
+"""The two elementwise passes of softmax.py over a tile of logits ``[n, columns]``, each one launch
+of Triton.
 
     z = cap(scale·c)/T        x = z − m        cap(s) = softcap·tanh(s/softcap)
 
     fold_:  m, S = Σ eˣ, M = Σ x·eˣ and, if asked for, X = Σ x, n and Q = Σ e²ˣ, brought up to date, and the targets' z
     backward_tile_:  dz = eˣ·(level + slope·x + bend·eˣ) + flat,  dc = dz·cap′(scale·c) + Σ_j 1[column_j = v]·gain_j
 
-Moved, for a tile in b bytes per logit: fold_ reads b·n·columns; what backward keeps is written from the registers of a
-row that one block holds, else from a second reading of it. backward_tile_ reads b·n·columns and writes its output.
-All else is per row. So a caller's own logits ``[N, V]`` are one tile: one reading forward, one reading and one writing
-backward.
+Moved, for a tile in b bytes per logit: fold_ reads b·n·columns; what backward keeps is written from
+the registers of a row that one block holds, else from a second reading of it. backward_tile_ reads
+b·n·columns and writes its output. All else is per row. So a caller's own logits ``[N, V]`` are one
+tile: one reading forward, one reading and one writing backward.
 
-What is kept is z − (largest z of this row in this tile), in 16 bits: absolute errors are then smallest where the
-probability is largest, whereas c itself in 16 bits is wrong by its last digit just where it matters.
+What is kept is z − (largest z of this row in this tile), in 16 bits: absolute errors are then
+smallest where the probability is largest, whereas c itself in 16 bits is wrong by its last digit
+just where it matters.
 
-x is a difference of float32 numbers before it is multiplied by log₂e: in powers of two from the start it would be one
-instruction less, and logits of ±1000 would cost four digits.
+x is a difference of float32 numbers before it is multiplied by log₂e: in powers of two from the
+start it would be one instruction less, and logits of ±1000 would cost four digits.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -35,7 +37,9 @@ MOST_KEPT = 8192  # columns of a row that are kept from the registers of 16 warp
 
 @triton.jit
 def tanh(x):
-    """Four digits more around 0 than 2σ(2x) − 1 has; libdevice's is missing from the interpreter."""
+    """Four digits more around 0 than 2σ(2x) − 1 has; libdevice's is missing from the
+    interpreter.
+    """
     is_near = tl.abs(x) < 0.55
     short = tl.where(is_near, x, 0.0)
     square = short * short
@@ -54,7 +58,9 @@ def finite(c):
 
 @triton.jit
 def transform_factors(temperature_ptr, row, scale, softcap):
-    """The factors of ``tempered``: scale/T to twice float32's digits; or scale/softcap and softcap/T."""
+    """The factors of ``tempered``: scale/T to twice float32's digits; or scale/softcap and
+    softcap/T.
+    """
     inner = scale
     outer = 0.0
     if softcap is not None:
@@ -66,13 +72,17 @@ def transform_factors(temperature_ptr, row, scale, softcap):
             outer = softcap / temperature
         else:
             inner = scale / temperature
-            outer = (scale - inner.to(tl.float64) * temperature.to(tl.float64)).to(tl.float32) / temperature
+            outer = (scale - inner.to(tl.float64) * temperature.to(tl.float64)).to(
+                tl.float32
+            ) / temperature
     return inner, outer
 
 
 @triton.jit
 def tempered(c, inner, outer, temperature_ptr, softcap):
-    """z; every pass must get the same one, bit by bit, or the most likely token would not be at x = 0."""
+    """z; every pass must get the same one, bit by bit, or the most likely token would not be at x =
+    0.
+    """
     c = finite(c)
     if softcap is not None:
         z = tanh(c * inner) * outer
@@ -100,7 +110,11 @@ def _fold_kernel(
     row = tl.program_id(0).to(tl.int64)
     tile_ptr += row * tile_stride
     inner, outer = transform_factors(temperature_ptr, row, scale, softcap)
-    shift, total, moment = tl.load(shift_ptr + row), tl.load(total_ptr + row), tl.load(moment_ptr + row)
+    shift, total, moment = (
+        tl.load(shift_ptr + row),
+        tl.load(total_ptr + row),
+        tl.load(moment_ptr + row),
+    )
     if linear_ptr is not None:
         linear, possible = tl.load(linear_ptr + 2 * row), tl.load(linear_ptr + 2 * row + 1)
     if squares_ptr is not None:
@@ -112,7 +126,11 @@ def _fold_kernel(
         column = start + tl.arange(0, BLOCK)  # [BLOCK]
         inside = column < columns
         z = tempered(
-            tl.load(tile_ptr + column, inside, float("-inf")), inner, outer, temperature_ptr, softcap
+            tl.load(tile_ptr + column, inside, float("-inf")),
+            inner,
+            outer,
+            temperature_ptr,
+            softcap,
         )  # [BLOCK]
         if softcap is not None:
             z = tl.where(inside, z, NEVER)  # the cap has made the padding possible
@@ -120,8 +138,13 @@ def _fold_kernel(
         if kept_ptr is not None:
             top = tl.maximum(top, highest)
             if WHOLE:
-                below = tl.where(z > IMPOSSIBLE, z - highest, float("-inf"))  # NEVER is not in float16
-                tl.store(kept_ptr + row * kept_stride + column, below.to(kept_ptr.dtype.element_ty), inside)
+                # NEVER is not in float16
+                below = tl.where(z > IMPOSSIBLE, z - highest, float("-inf"))
+                tl.store(
+                    kept_ptr + row * kept_stride + column,
+                    below.to(kept_ptr.dtype.element_ty),
+                    inside,
+                )
         drop = tl.minimum(shift - highest, 0.0)
         shift = tl.maximum(shift, highest)
         decay = tl.exp2(drop * LOG2E)
@@ -157,7 +180,13 @@ def _fold_kernel(
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < columns
-            z = tempered(tl.load(tile_ptr + column, inside, float("-inf")), inner, outer, temperature_ptr, softcap)
+            z = tempered(
+                tl.load(tile_ptr + column, inside, float("-inf")),
+                inner,
+                outer,
+                temperature_ptr,
+                softcap,
+            )
             x = tl.where(z > IMPOSSIBLE, z - top, float("-inf"))
             tl.store(kept_ptr + column, x.to(kept_ptr.dtype.element_ty), inside)
 
@@ -213,7 +242,8 @@ def _backward_kernel(
         if moments_ptr is not None:
             moments += tl.where(inside, dc * x, 0.0)
         if softcap is not None:
-            curve = tl.maximum(z * steepness, -1.0)  # what is kept is rounded, and the padding far below
+            # what is kept is rounded, and the padding far below
+            curve = tl.maximum(z * steepness, -1.0)
             dc *= 1 - curve * curve
         if gain_ptr is not None:
             for target in range(0, targets):
@@ -230,11 +260,12 @@ def _backward_kernel(
 def launch(columns: int, most: int = 4096) -> tuple[int, int]:
     """The logits of a row that a program takes at a time, and its warps: 16 logits per thread.
 
-    They arrive in two to four of a thread's widest loads and leave the usual passes at 32 to 48 registers, so that some
-    50 (16 bits) to 100 kB (float32) are under way in a multiprocessor, twice what memory needs to be busy; 32 of them
-    took up to 226 registers.
+    They arrive in two to four of a thread's widest loads and leave the usual passes at 32 to 48
+    registers, so that some 50 (16 bits) to 100 kB (float32) are under way in a multiprocessor,
+    twice what memory needs to be busy; 32 of them took up to 226 registers.
     """
-    block = min(max(triton.next_power_of_2(columns), 128), most)  # short rows: no idle warps; long ones: 8 warps
+    # short rows: no idle warps; long ones: 8 warps
+    block = min(max(triton.next_power_of_2(columns), 128), most)
     return block, max(1, block // 512)
 
 
@@ -247,15 +278,18 @@ def fold_(
 ) -> None:
     """``softmax.fold``, in place.
 
-    ``tile`` ``[n, columns]`` is c in float32, float16 or bfloat16, of any row stride. ``kept`` takes
-    z − (largest z of the row in this tile) ``[n, columns]``, and that largest z ``[n]``.
+    ``tile`` ``[n, columns]`` is c in float32, float16 or bfloat16, of any row stride. ``kept``
+    takes z − (largest z of the row in this tile) ``[n, columns]``, and that largest z ``[n]``.
     """
     n, columns = tile.shape
     if n == 0:
         return
     shifted, top = kept or (None, None)
     assert all(sums is None or sums.is_contiguous() for sums in (*state, top))
-    targets, (block, warps) = column.shape[1], launch(columns, 4096 if shifted is None else MOST_KEPT)
+    targets, (block, warps) = (
+        column.shape[1],
+        launch(columns, 4096 if shifted is None else MOST_KEPT),
+    )
     with torch.cuda.device_of(tile):
         _fold_kernel[(n,)](
             *state, shifted, top, tile, column.contiguous(),
@@ -270,9 +304,11 @@ def backward_tile_(
     tile: Tensor, column: Tensor, shift: Tensor, arriving: Coefficients, transform: LogitTransform, out: Tensor, *,
     top: Tensor | None = None, moments: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """``softmax.backward_tile`` with the targets' share, written into ``out``, which may be ``tile``.
+    """``softmax.backward_tile`` with the targets' share, written into ``out``, which may be
+    ``tile``.
 
-    ``tile`` is c, or what ``fold_`` kept, if ``top`` is given. ``moments`` ``[n]`` += Σ_v dz_v·x_v, without that share.
+    ``tile`` is c, or what ``fold_`` kept, if ``top`` is given. ``moments`` ``[n]`` += Σ_v dz_v·x_v,
+    without that share.
     """
     n, columns = tile.shape
     if n == 0:

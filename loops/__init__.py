@@ -12,7 +12,8 @@ recipes/            settings, losses and, online, advantages: copy one and edit 
 config, cli, api    settings checked by their types; the command, and the recipes as functions, `burnish.dpo` and others
 """
 
-# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a
+# statement of its own
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_exports
@@ -40,8 +41,16 @@ if TYPE_CHECKING:
     from .train.losses import score_tensors as score_tensors, weightings as weightings
     from .train.step import Objective as Objective, StepResult as StepResult, evaluate as evaluate
     from .train.step import optimize as optimize, train_step as train_step
-    from .batch import Weights as Weights, completion_mean as completion_mean, fixed_length as fixed_length
-    from .batch import length_normalized as length_normalized, pair_mean as pair_mean, token_mean as token_mean
+    from .batch import (
+        Weights as Weights,
+        completion_mean as completion_mean,
+        fixed_length as fixed_length,
+    )
+    from .batch import (
+        length_normalized as length_normalized,
+        pair_mean as pair_mean,
+        token_mean as token_mean,
+    )
     from .batch import weighted as weighted
 
 __getattr__ = lazy_exports(__name__)

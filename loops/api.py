@@ -1,8 +1,9 @@
-"""The recipes as functions of Python objects: ``for step in burnish.dpo(model, dataset, beta=0.2): ...``
+"""The recipes as functions of Python objects:
+``for step in burnish.dpo(model, dataset, beta=0.2): ...``
 
-Each takes the fields of its settings, in `recipes.settings`, which are those of the command line, and returns a
-`Training`: iterate over it, or call its ``train``. A field that names a model, a tokenizer, data, a loss, a reward, an
-optimizer, a teacher or a tracker may hold the object itself:
+Each takes the fields of its settings, in `recipes.settings`, which are those of the command line,
+and returns a `Training`: iterate over it, or call its ``train``. A field that names a model, a
+tokenizer, data, a loss, a reward, an optimizer, a teacher or a tracker may hold the object itself:
 
     model       trained in place, as the command would train it: converted to ``dtype``, its dropout turned off; one
                 with adapters, or quantized, keeps its precision
@@ -23,7 +24,20 @@ from typing import TYPE_CHECKING, Any, ParamSpec
 
 from .config import Lora
 from .recipes import opener
-from .recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, RLOO, SFT, Distill, OnlineDPO, Reward
+from .recipes.settings import (
+    CPO,
+    DPO,
+    GRPO,
+    KTO,
+    ORPO,
+    PPO,
+    PRM,
+    RLOO,
+    SFT,
+    Distill,
+    OnlineDPO,
+    Reward,
+)
 from .registry import build
 
 if TYPE_CHECKING:
@@ -43,7 +57,9 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
         opened: Training = opener(name)(build(name, settings, values))
         return opened
 
-    vars(recipe)["__signature__"] = inspect.signature(settings).replace(return_annotation="Training")
+    vars(recipe)["__signature__"] = inspect.signature(settings).replace(
+        return_annotation="Training"
+    )
     recipe.__name__ = recipe.__qualname__ = name
     recipe.__doc__ = _documented(settings)
     return recipe
@@ -51,7 +67,11 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
 
 def _refuse_names_of_trl(name: str, settings: Any, values: Mapping[str, Any]) -> None:
     """Raise ValueError if arguments are TRL's, with ours in their place."""
-    foreign = {each: value for each, value in values.items() if each not in inspect.signature(settings).parameters}
+    foreign = {
+        each: value
+        for each, value in values.items()
+        if each not in inspect.signature(settings).parameters
+    }
     if not foreign:
         return
     from .cli.trl_python import complaint  # reads tables that other calls don't need
@@ -72,9 +92,16 @@ def _lora(name: str, given: Any) -> Any:
 
 
 def _documented(settings: Callable[..., Any]) -> str:
-    """The docstring of a recipe: that of its settings, and the text under each of their fields, as ``Args:``."""
+    """The docstring of a recipe: that of its settings, and the text under each of their fields, as
+    ``Args:``.
+    """
     texts = _field_docs(settings)
-    lines = [f"{settings.__doc__}", "", "Objects may stand for names, as of the model; see `burnish.loops.api`.", ""]
+    lines = [
+        f"{settings.__doc__}",
+        "",
+        "Objects may stand for names, as of the model; see `burnish.loops.api`.",
+        "",
+    ]
     lines += ["Args:"]
     for name in inspect.signature(settings).parameters:
         entry = f"{name}: {texts.get(name, '')}".rstrip()
@@ -92,10 +119,14 @@ def _field_docs(settings: Any) -> dict[str, str]:
 
 @cache
 def _documented_fields(path: str) -> dict[str, dict[str, str]]:
-    """The string under each annotated name of every class of a file, by class; none where there is no source."""
+    """The string under each annotated name of every class of a file, by class; none where there is
+    no source.
+    """
     if not Path(path).is_file():
         return {}
-    classes = [node for node in ast.parse(Path(path).read_text()).body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node for node in ast.parse(Path(path).read_text()).body if isinstance(node, ast.ClassDef)
+    ]
     return {node.name: _strings_below(node) for node in classes}
 
 
@@ -103,7 +134,9 @@ def _strings_below(node: ast.ClassDef) -> dict[str, str]:
     found = {}
     for field, text in pairwise(node.body):
         match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(words))
+            ):
                 found[name] = " ".join(words.split())
     return found
 

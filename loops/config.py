@@ -1,7 +1,8 @@
-"""Settings that recipes share: frozen dataclasses whose fields are the YAML keys and the command-line flags.
+"""Settings that recipes share: frozen dataclasses whose fields are the YAML keys and the
+command-line flags.
 
-The type of a field says its range. The command line checks it while it parses, `Settings` where Python builds one.
-From Python, a field that names something may hold the object itself.
+The type of a field says its range. The command line checks it while it parses, `Settings` where
+Python builds one. From Python, a field that names something may hold the object itself.
 """
 
 import os
@@ -10,9 +11,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Literal,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-if TYPE_CHECKING:  # for a type checker, ranges are plain numbers, and a name may be the object itself
+# for a type checker, ranges are plain numbers, and a name may be the object itself
+if TYPE_CHECKING:
     Named = Any
     Source = Any
     LossMix = str | Callable[..., Any] | Mapping[Any, Any]
@@ -46,7 +57,8 @@ else:
     RewardMix = dict[str, float | dict[str, Any]] | list[str] | Name
     PositiveShare = restricted_number_type("PositiveShare", float, [(">", 0), ("<=", 1)])
     NoiseShare = restricted_number_type("NoiseShare", float, [(">=", 0), ("<", 0.5)])
-    # jsonargparse prints a value by the first type of a union that takes it, and `int` makes 0 of a share.
+    # jsonargparse prints a value by the first type of a union that takes it, and `int` makes 0 of a
+    # share.
     register_type(PositiveInt, lambda value: int(PositiveInt(value)))
     Interval = PositiveInt | OpenUnitInterval | Literal["epoch"]
 
@@ -74,11 +86,13 @@ class Settings:
                 object.__setattr__(self, name, value := os.fspath(value))
             if complaint := range_complaint(value, hint):
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
-            if hasattr(value, "_expression"):  # from the command line; YAML and checkpoints hold plain numbers
+            # from the command line; YAML and checkpoints hold plain numbers
+            if hasattr(value, "_expression"):
                 object.__setattr__(self, name, value._type(value))
 
     def refuse_contradictions(self) -> None:
-        """Check all rules together: the command does before it imports torch, and a run before it opens.
+        """Check all rules together: the command does before it imports torch, and a run before it
+        opens.
 
         Raises:
             ValueError: lists each setting that contradicts another.
@@ -90,7 +104,8 @@ class Settings:
     def contradictions(self) -> Iterator[str]:
         """Yield a sentence, with its remedy, for each setting that contradicts another one.
 
-        These rules need no file, rank, device or model. Rules that do are checked where a run meets these.
+        These rules need no file, rank, device or model. Rules that do are checked where a run meets
+        these.
         """
         for each in fields(self):
             group = getattr(self, each.name)
@@ -99,14 +114,18 @@ class Settings:
 
 
 def several(complaints: Sequence[str]) -> str:
-    """One message of some complaints: the only one as it is, or how many there are and a line for each."""
+    """One message of some complaints: the only one as it is, or how many there are and a line for
+    each.
+    """
     if len(complaints) == 1:
         return complaints[0]
     return "\n  ".join([f"{len(complaints)} mistakes", *complaints])
 
 
 def losses_named(mix: "LossMix | None") -> set[str]:
-    """The names of the losses of a mix; a function, whose name is not known before it is found, has none."""
+    """The names of the losses of a mix; a function, whose name is not known before it is found, has
+    none.
+    """
     losses = mix if isinstance(mix, Mapping) else [mix]
     return {loss for loss in losses if isinstance(loss, str)}
 
@@ -131,7 +150,9 @@ def range_complaint(value: Any, hint: Any) -> str | None:
 
 
 def _takes(kind: Any, value: Any) -> bool:
-    """False if a value is out of range or not among the choices; other types are checked where they are used."""
+    """False if a value is out of range or not among the choices; other types are checked where they
+    are used.
+    """
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if hasattr(kind, "_expression"):
@@ -144,11 +165,20 @@ def _takes(kind: Any, value: Any) -> bool:
 
 def wording(hint: Any) -> str:
     """A type in words: ``a whole number > 0 or null``."""
-    simple = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    simple = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        type(None): "null",
+    }
     words = []
     for kind in kinds(hint):
         if get_origin(kind) is Literal:
-            choices = (str(each).lower() if isinstance(each, bool) else str(each) for each in get_args(kind))
+            choices = (
+                str(each).lower() if isinstance(each, bool) else str(each)
+                for each in get_args(kind)
+            )
             listed = ", ".join(choices)
             words.append(f"one of {listed}" if "," in listed else listed)
         elif getattr(kind, "_type", None) is str:
@@ -178,7 +208,9 @@ def _readable_range(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Lora(Settings):
-    """Train low-rank adapters instead of the model (Hu et al. 2021, arXiv:2106.09685), through peft."""
+    """Train low-rank adapters instead of the model (Hu et al. 2021, arXiv:2106.09685), through
+    peft.
+    """
 
     prefix = "lora."
 
@@ -189,22 +221,30 @@ class Lora(Settings):
     dropout: ClosedUnitInterval = 0.0
     """Dropout on the adapters' input. Above 0, a gradient depends on how its step was split."""
     target_modules: str | list[str] | None = "all-linear"
-    """Names of the layers that get adapters, a regular expression, or "all-linear"; null is peft's own choice for the
-    architecture, often q_proj and v_proj alone."""
+    """Names of the layers that get adapters, a regular expression, or "all-linear"; null is peft's
+    own choice for the architecture, often q_proj and v_proj alone."""
     target_parameters: list[str] | None = None
-    """Names of parameters outside linear layers that get adapters, such as mlp.experts.gate_up_proj."""
+    """Names of parameters outside linear layers that get adapters, such as
+    mlp.experts.gate_up_proj.
+    """
     modules_to_save: list[str] | None = None
     """Modules that are trained fully besides the adapters, such as embed_tokens."""
     use_rslora: bool = False
     """Multiply by alpha / sqrt(r) instead (rsLoRA: Kalajdzievski 2023, arXiv:2312.03732)."""
     use_dora: bool = False
-    """Train the norm of each weight's columns apart from its direction (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
+    """Train the norm of each weight's columns apart from its direction (DoRA: Liu et al. 2024,
+    arXiv:2402.09353).
+    """
     init_lora_weights: bool | str = True
-    """Start of the adapters: true adds nothing to the model; others of peft are gaussian, pissa, olora, ..."""
+    """Start of the adapters: true adds nothing to the model; others of peft are gaussian, pissa,
+    olora, ...
+    """
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of peft's LoraConfig, such as {rank_pattern: {q_proj: 32}}."""
     path: str | None = None
-    """Directory of an adapter to continue training, instead of a new one; it has its own rank and settings."""
+    """Directory of an adapter to continue training, instead of a new one; it has its own rank and
+    settings.
+    """
 
     def contradictions(self) -> Iterator[str]:
         """Yield the settings of new adapters where no new ones are made."""
@@ -219,7 +259,8 @@ class Lora(Settings):
     def complaint(cls, given: Collection[str]) -> str:
         """Say what is wrong with giving these fields and no others, or nothing."""
         names = [str(name) for name in given]
-        unknown = {*names} - {each.name for each in fields(cls)}  # told by name, and may mean the rank
+        # told by name, and may mean the rank
+        unknown = {*names} - {each.name for each in fields(cls)}
         if not names or unknown or {"r", "path"} & {*names}:
             return ""
         return (
@@ -239,20 +280,26 @@ class Lora(Settings):
 
 @dataclass(frozen=True)
 class Parallel(Settings):
-    """How the ranks that torchrun or accelerate launch started share the model; each trains on data of its own."""
+    """How the ranks that torchrun or accelerate launch started share the model; each trains on data
+    of its own.
+    """
 
     prefix = "parallel."
 
     dp_shard_size: PositiveInt = 1
-    """Ranks that hold one copy of the model, its gradient and its optimizer state in shards (FSDP). 1 gives each rank a
-    copy (DDP), all of them hold one together, and a divisor of their number makes several copies (HSDP)."""
+    """Ranks that hold one copy of the model, its gradient and its optimizer state in shards (FSDP).
+    1 gives each rank a copy (DDP), all of them hold one together, and a divisor of their number
+    makes several copies (HSDP).
+    """
     tp_size: PositiveInt = 1
-    """Ranks that train on the same data together, each with a slice of the matrices of every layer (tensor
-    parallelism, by the plan of transformers). With dp_shard_size, that many such groups hold one copy."""
+    """Ranks that train on the same data together, each with a slice of the matrices of every layer
+    (tensor parallelism, by the plan of transformers). With dp_shard_size, that many such groups
+    hold one copy.
+    """
     cp_size: PositiveInt = 1
-    """Ranks that train on the same data together, each on a part of the columns of its rows (context parallelism, by
-    all-to-all before and after attention): for long rows. With dp_shard_size, that many such groups hold one copy in
-    shards, each rank one."""
+    """Ranks that train on the same data together, each on a part of the columns of its rows
+    (context parallelism, by all-to-all before and after attention): for long rows. With
+    dp_shard_size, that many such groups hold one copy in shards, each rank one."""
 
     def contradictions(self) -> Iterator[str]:
         if self.tp_size > 1 and self.cp_size > 1:
@@ -284,18 +331,26 @@ class Common(Settings):
     """The fields that all recipes share."""
 
     model: Named
-    """Name or directory of a transformers causal language model; from Python, also the model, trained in place."""
+    """Name or directory of a transformers causal language model; from Python, also the model,
+    trained in place.
+    """
     data: Source
-    """Training data: a .json, .jsonl, .csv, .tsv or .parquet file, a directory, or the name of a dataset on the Hub, as
-    path:config@revision#split; or {path, name, split, revision, data_files, data_dir, columns, system_prompt, weight};
-    or a mixture: a list of these, or {path: weight}, where weight is how many times an epoch takes the rows. From
-    Python, also a Dataset or a list of rows."""
+    """Training data: a .json, .jsonl, .csv, .tsv or .parquet file, a directory, or the name of a
+    dataset on the Hub, as path:config@revision#split; or {path, name, split, revision, data_files,
+    data_dir, columns, system_prompt, weight}; or a mixture: a list of these, or {path: weight},
+    where weight is how many times an epoch takes the rows. From Python, also a Dataset or a list of
+    rows.
+    """
     output: str | None = None
     """Directory of this run; from Python, None writes no files."""
     eval_data: int | float | Source | None = None
-    """Held-out data, as `data`; {split: test} of the same; or a number of rows held out of `data`, below 1 a share."""
+    """Held-out data, as `data`; {split: test} of the same; or a number of rows held out of `data`,
+    below 1 a share.
+    """
     model_revision: str | None = None
-    """Branch, tag or commit of a model on the Hub, and of its tokenizer; null is its main branch."""
+    """Branch, tag or commit of a model on the Hub, and of its tokenizer; null is its main
+    branch.
+    """
     tokenizer: Named | None = None
     """Name or directory of a tokenizer other than the model's; from Python, also the tokenizer."""
     steps: PositiveInt | None = None
@@ -303,20 +358,26 @@ class Common(Settings):
     epochs: PositiveInt = 1
     """Passes over the data."""
     micro_tokens: PositiveInt | None = 8192
-    """Maximum tokens of one forward pass, unless a single example has more. Fewer need less memory."""
+    """Maximum tokens of one forward pass, unless a single example has more. Fewer need less
+    memory.
+    """
     learning_rate: NonNegativeFloat = 1e-5
     """Peak learning rate."""
     optimizer: Named = "adamw"
-    """One of torch by its class in lower case (adamw, sgd, muon, ...), adafactor, lion, or adamw_8bit, lion_8bit,
-    paged_adamw_8bit (bitsandbytes), adamw_torch_8bit, adamw_torch_4bit (torchao), schedule_free_adamw (schedulefree),
-    or your own module:Class; from Python, also a function ``f(params, lr, ...)``, or the optimizer."""
+    """One of torch by its class in lower case (adamw, sgd, muon, ...), adafactor, lion, or
+    adamw_8bit, lion_8bit, paged_adamw_8bit (bitsandbytes), adamw_torch_8bit, adamw_torch_4bit
+    (torchao), schedule_free_adamw (schedulefree), or your own module:Class; from Python, also a
+    function ``f(params, lr, ...)``, or the optimizer.
+    """
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer, such as {betas: [0.9, 0.95], eps: 1e-6}."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state in the memory of the host and compute its steps on the CPU: with adamw 8 bytes a
-    parameter less on a GPU, and longer steps."""
+    """Keep the optimizer's state in the memory of the host and compute its steps on the CPU: with
+    adamw 8 bytes a parameter less on a GPU, and longer steps."""
     schedule: Schedule = "linear"
-    """transformers' schedule of the learning rate after warmup; reduce_lr_on_plateau and greedy follow eval/loss."""
+    """transformers' schedule of the learning rate after warmup; reduce_lr_on_plateau and greedy
+    follow eval/loss.
+    """
     schedule_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the schedule, such as {min_lr_rate: 0.1} for cosine_with_min_lr."""
     warmup: NonNegativeFloat = 0.0
@@ -330,70 +391,95 @@ class Common(Settings):
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop the run at a row that can't be trained on, or count it and leave it out."""
     eos_token: str | None = None
-    """A token of the vocabulary, such as <|im_end|>, that ends plain completions instead of the tokenizer's own end
-    token; it is saved as the tokenizer's, and among the end tokens of the model. Those that the chat template writes
-    need no setting."""
+    """A token of the vocabulary, such as <|im_end|>, that ends plain completions instead of the
+    tokenizer's own end token; it is saved as the tokenizer's, and among the end tokens of the
+    model. Those that the chat template writes need no setting."""
     chat_template: str | None = None
-    """A Jinja file, or the text of a template, to use instead of the tokenizer's own chat template."""
+    """A Jinja file, or the text of a template, to use instead of the tokenizer's own chat
+    template.
+    """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, such as {enable_thinking: false}; those of a row come first."""
+    """Arguments of the chat template, such as {enable_thinking: false}; those of a row come
+    first.
+    """
     dataset_num_proc: PositiveInt | None = None
     """Processes that tokenize; null is this one alone."""
     streaming: bool = False
-    """Read and encode rows when their step comes, for data that don't fit on the disk; needs `steps`. Parts of a
-    mixture are then drawn in proportion to their weights, and rows permuted within blocks of some thousands."""
+    """Read and encode rows when their step comes, for data that don't fit on the disk; needs
+    `steps`. Parts of a mixture are then drawn in proportion to their weights, and rows permuted
+    within blocks of some thousands.
+    """
     shuffle: bool = True
     """Permute each epoch."""
     seed: NonNegativeInt = 0
     """Seed of the order of the data, of adapter weights and of dropout."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast) unless
-    `weights_dtype` says otherwise; products take bfloat16 factors, and logits are float32 (kernels/README.md)."""
+    """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast)
+    unless `weights_dtype` says otherwise; products take bfloat16 factors, and logits are float32
+    (kernels/README.md).
+    """
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights that are trained, and of their gradients. bfloat16 takes half of the memory; each step
-    is computed in float32 and rounded as `rounding` says, so that small ones are not lost. Needs dtype bfloat16."""
+    """Precision of the weights that are trained, and of their gradients. bfloat16 takes half of the
+    memory; each step is computed in float32 and rounded as `rounding` says, so that small ones are
+    not lost. Needs dtype bfloat16.
+    """
     rounding: Literal["stochastic", "compensated"] = "stochastic"
-    """Rounding of bfloat16 weights after a step: up or down by chance, right on average; or to the nearest, with the
-    16 bits that are missing to float32 kept for the next step, two more bytes per weight."""
+    """Rounding of bfloat16 weights after a step: up or down by chance, right on average; or to the
+    nearest, with the 16 bits that are missing to float32 kept for the next step, two more bytes per
+    weight.
+    """
     tf32: bool | None = None
-    """Compute products of float32 factors in TF32, on GPUs that have it: faster, with 10 bits of a factor instead of
-    23. null leaves torch.set_float32_matmul_precision as it is; in bfloat16 few products are of float32 factors."""
+    """Compute products of float32 factors in TF32, on GPUs that have it: faster, with 10 bits of a
+    factor instead of
+    23. null leaves torch.set_float32_matmul_precision as it is; in bfloat16 few products are of
+        float32 factors.
+    """
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "torch", "reference"] = "auto"
     """Backend of the log-prob kernel."""
     keep_bytes: NonNegativeInt | None = None
-    """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of them again, and null
-    is 96 MB on a CPU and a thirty-second of the memory, at most 4 GiB, on a GPU."""
+    """Logits that the log-prob kernel keeps from forward to backward, in bytes; 0 computes all of
+    them again, and null is 96 MB on a CPU and a thirty-second of the memory, at most 4 GiB, on a
+    GPU.
+    """
     gradient_checkpointing: Literal[False, True, "selective", "offload"] = False
-    """Recompute activations in backward: less memory, a third more time. selective keeps the products of matrices and
-    recomputes the rest, in little time; offload holds the inputs of layers in the memory of the host."""
+    """Recompute activations in backward: less memory, a third more time. selective keeps the
+    products of matrices and recomputes the rest, in little time; offload holds the inputs of layers
+    in the memory of the host.
+    """
     neftune_noise_alpha: NonNegativeFloat = 0.0
-    """Noise on embeddings in training (NEFTune): uniform in +-alpha / sqrt(tokens x size). A gradient then depends on
-    how its step was split."""
+    """Noise on embeddings in training (NEFTune): uniform in +-alpha / sqrt(tokens x size). A
+    gradient then depends on how its step was split."""
     attention: str | None = None
-    """Attention implementation of transformers, such as sdpa, eager or flash_attention_2; with flex_attention, on GPUs,
-    long rows with shared prompts need no mask of their width squared."""
+    """Attention implementation of transformers, such as sdpa, eager or flash_attention_2; with
+    flex_attention, on GPUs, long rows with shared prompts need no mask of their width squared."""
     eval_every: Interval | None = None
-    """Steps between evaluations on `eval_data`; below 1, a share of all steps, rounded up; epoch is one at the end of
-    each epoch. There is one before the first step and after the last in any case."""
+    """Steps between evaluations on `eval_data`; below 1, a share of all steps, rounded up; epoch is
+    one at the end of each epoch. There is one before the first step and after the last in any
+    case.
+    """
     save_every: Interval | None = None
-    """Steps between checkpoints; below 1, a share of all steps, rounded up; epoch is one at the end of each epoch.
-    There is one after the last step, and when a signal stops the run, in any case."""
+    """Steps between checkpoints; below 1, a share of all steps, rounded up; epoch is one at the end
+    of each epoch. There is one after the last step, and when a signal stops the run, in any
+    case.
+    """
     save_minutes: NonNegativeFloat | None = 15.0
     """Minutes between checkpoints, in addition to those of `save_every`; 0 or null for none."""
     keep: PositiveInt = 2
     """Number of newest checkpoints to keep; the one before serves if the newest is damaged."""
     keep_best: str | None = None
-    """Also keep the checkpoint with the lowest value of a metric of `eval_data`, such as eval/loss; max: before it asks
-    for the highest, as in max:eval/reward. Every new best is saved."""
+    """Also keep the checkpoint with the lowest value of a metric of `eval_data`, such as eval/loss;
+    max: before it asks for the highest, as in max:eval/reward. Every new best is saved."""
     load_best_model_at_end: bool = False
     """Write the weights of the best step by `keep_best` to model/, in place of the last step's."""
     resume: bool = False
-    """Continue from the newest whole checkpoint in `output`, with the same final weights as an uninterrupted run."""
+    """Continue from the newest whole checkpoint in `output`, with the same final weights as an
+    uninterrupted run.
+    """
     hang_seconds: NonNegativeFloat | None = 600.0
-    """Seconds after which a run of several ranks is ended with status 75, because one of them is silent or none of them
-    moves; also the longest wait for ranks to start. 0 or null waits on."""
+    """Seconds after which a run of several ranks is ended with status 75, because one of them is
+    silent or none of them moves; also the longest wait for ranks to start. 0 or null waits on."""
     report_to: str | list[str] | None = None
     """Accelerate's trackers, such as tensorboard or wandb; none for no tracker."""
     project: str | None = None
@@ -447,7 +533,9 @@ class Common(Settings):
     def _without_evaluation(self) -> Iterator[str]:
         """Yield the settings that follow held-out data where there are none."""
         held_out = self.eval_data is not None
-        if self.schedule in ("reduce_lr_on_plateau", "greedy") and not (held_out and self.eval_every):
+        if self.schedule in ("reduce_lr_on_plateau", "greedy") and not (
+            held_out and self.eval_every
+        ):
             yield f"schedule {self.schedule}: follows the loss of evaluations; give --eval_data and --eval_every"
         if self.load_best_model_at_end and self.keep_best is None:
             yield "load_best_model_at_end: wanted a metric to be the best by; give keep_best, such as eval/loss"
@@ -489,21 +577,29 @@ class Referenced(Settings):
     """The fields of recipes with a reference policy."""
 
     reference: Literal["auto", "copy", "adapters_off", "precompute"] = "auto"
-    """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if it has some), or
-    one pass over the data before training, cached in the run directory; the loss kto can't precompute them, its
-    mismatched completions change."""
+    """Where reference log-probs come from: a frozen copy, the model without its adapters (auto, if
+    it has some), or one pass over the data before training, cached in the run directory; the loss
+    kto can't precompute them, its mismatched completions change."""
     ref_model: str | None = None
-    """Name or directory of another model as the reference, with the same tokenizer; null: the initial policy."""
+    """Name or directory of another model as the reference, with the same tokenizer; null: the
+    initial policy.
+    """
     ref_model_sync_steps: PositiveInt | None = None
-    """Steps between updates of a copied reference from the policy (TR-DPO: Gorbatovski et al. 2024, arXiv:2404.09656);
-    null never updates it."""
+    """Steps between updates of a copied reference from the policy (TR-DPO: Gorbatovski et al. 2024,
+    arXiv:2404.09656); null never updates it."""
     ref_model_mixup_alpha: PositiveShare = 0.6
-    """Weight of the policy in such an update, alpha policy + (1 - alpha) reference; 1 replaces it."""
+    """Weight of the policy in such an update, alpha policy + (1 - alpha) reference; 1 replaces
+    it.
+    """
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         config: Any = self  # the fields of `Common` are beside these in every recipe
-        if self.reference == "adapters_off" and isinstance(config.model, str) and not config.lora.enabled:
+        if (
+            self.reference == "adapters_off"
+            and isinstance(config.model, str)
+            and not config.lora.enabled
+        ):
             yield "reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy"
         whole = not (self.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
         if self.ref_model_sync_steps and not (whole and self.reference in ("auto", "copy")):
@@ -515,21 +611,31 @@ class Referenced(Settings):
 
 @dataclass(frozen=True)
 class Teacher(Settings):
-    """The model that a student learns the next token's distribution from, and the divergence from it."""
+    """The model that a student learns the next token's distribution from, and the divergence from
+    it.
+    """
 
     prefix = "teacher."
 
     model: Named | None = None
-    """Name or directory of the teacher, a causal LM with the same tokenizer; from Python, also the model."""
+    """Name or directory of the teacher, a causal LM with the same tokenizer; from Python, also the
+    model.
+    """
     logprobs: str | None = None
-    """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run with top_k left."""
+    """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run
+    with top_k left.
+    """
     top_k: PositiveInt | None = None
-    """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before training; null keeps the
-    teacher in memory and compares whole distributions."""
+    """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before
+    training; null keeps the teacher in memory and compares whole distributions."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between, with its beta."""
+    """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between,
+    with its beta.
+    """
     beta: OpenUnitInterval = 0.5
-    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in (0, 1)."""
+    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in
+    (0, 1).
+    """
     temperature: PositiveFloat = 1.0
     """Softmax temperature of both sides."""
 
@@ -537,18 +643,25 @@ class Teacher(Settings):
         """Check before anything is loaded that there is one teacher where losses need it.
 
         Raises:
-            ValueError: if a loss needs a teacher and has none, or if no loss needs the one there is.
+            ValueError: if a loss needs a teacher and has none, or if no loss needs the one there
+                is.
         """
         named = (self.model is not None) + (self.logprobs is not None)
         if named and not needed:
-            raise ValueError("teacher: no loss of this mix learns from it; add distillation, or leave the teacher out")
+            raise ValueError(
+                "teacher: no loss of this mix learns from it; add distillation, or leave the teacher out"
+            )
         if needed and (named != 1 or None not in (self.logprobs, self.top_k)):
-            raise ValueError("teacher: distillation needs one; give --teacher.model or --teacher.logprobs and no top_k")
+            raise ValueError(
+                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs and no top_k"
+            )
 
 
 @dataclass(frozen=True)
 class Limits(Settings):
-    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
+    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is
+    the last.
+    """
 
     prefix = "limits."
 
@@ -559,6 +672,10 @@ class Limits(Settings):
     seconds: PositiveFloat = 60.0
     """Seconds that one call of the environment may take."""
     attempts: PositiveInt = 3
-    """How often an environment is made and reset before its conversation is given up, aborted and masked."""
+    """How often an environment is made and reset before its conversation is given up, aborted and
+    masked.
+    """
     concurrency: PositiveInt | None = None
-    """Environments open at once; further conversations wait. null opens those of all prompts that are sampled."""
+    """Environments open at once; further conversations wait. null opens those of all prompts that
+    are sampled.
+    """

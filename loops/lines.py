@@ -1,4 +1,6 @@
-"""Files of JSON lines that are read though some lines are damaged: a log must never keep a run from going on."""
+"""Files of JSON lines that are read though some lines are damaged: a log must never keep a run from
+going on.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file, one at a time. Half a line at the end is left out: its writer was killed."""
+    """The lines of a file, one at a time. Half a line at the end is left out: its writer was
+    killed.
+    """
     with path.open("rb") as file:
         while line := file.readline(_LONGEST):
             if line.endswith(b"\n") or len(line) == _LONGEST:
@@ -33,13 +37,15 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def sift(path: Path, keep: Callable[[bytes], bool]) -> int:
-    """Rewrite a file with those of its lines that are kept; unreadable ones are added to ``<name>.damaged``.
+    """Rewrite a file with those of its lines that are kept; unreadable ones are added to
+    ``<name>.damaged``.
 
-    A file that is not there is left so, and what can't be read at all, such as a directory of this name, is moved out
-    of the way.
+    A file that is not there is left so, and what can't be read at all, such as a directory of this
+    name, is moved out of the way.
 
     Args:
-        keep: called with each line; returns whether it stays, and raises ValueError if it is unreadable.
+        keep: called with each line; returns whether it stays, and raises ValueError if it is
+            unreadable.
 
     Returns:
         The number of unreadable lines, or 1 for a file that can't be read.
@@ -79,7 +85,9 @@ def damaged_of(path: Path) -> Path:
 
 
 def move_aside(path: Path) -> Path:
-    """Move a file that can't be read out of the way; returns its new place, which nothing else has."""
+    """Move a file that can't be read out of the way; returns its new place, which nothing else
+    has.
+    """
     place = _free(path)
     path.rename(place)
     return place

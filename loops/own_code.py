@@ -1,9 +1,9 @@
 """Whose code a configuration runs, and a look at what it names before any of it is called.
 
-A configuration names code as ``module:object``: rewards, environments, tools, losses, an optimizer. Importing a module
-runs it, so the names are checked first: nothing of Python's standard library is what a configuration may name, and
-under ``--no_code`` nothing but burnish's own. What was found must be defined where it was looked for, so that a module
-does not lend what it has merely imported.
+A configuration names code as ``module:object``: rewards, environments, tools, losses, an optimizer.
+Importing a module runs it, so the names are checked first: nothing of Python's standard library is
+what a configuration may name, and under ``--no_code`` nothing but burnish's own. What was found
+must be defined where it was looked for, so that a module does not lend what it has merely imported.
 """
 
 import importlib.util
@@ -24,8 +24,8 @@ _VARIABLE = "BURNISH_NO_CODE"
 
 @contextmanager
 def burnish_alone(refuse: bool = True) -> Iterator[None]:
-    """Refuse all code but burnish's own that a configuration names, as ``--no_code`` does; processes that are started
-    meanwhile refuse it, too."""
+    """Refuse all code but burnish's own that a configuration names, as ``--no_code`` does;
+    processes that are started meanwhile refuse it, too."""
     before = os.environ.get(_VARIABLE)
     if refuse:
         os.environ[_VARIABLE] = "1"
@@ -43,7 +43,8 @@ def check_module(who: str, module: str) -> None:
         who: the setting and the name in it, for the message.
 
     Raises:
-        ValueError: if the module is of the standard library, or is not burnish's and ``--no_code`` was given.
+        ValueError: if the module is of the standard library, or is not burnish's and ``--no_code``
+            was given.
     """
     package = package_of(module)
     if package in sys.stdlib_module_names:
@@ -52,14 +53,17 @@ def check_module(who: str, module: str) -> None:
             "module of yours, or of a package (a file of yours that has this name needs another)"
         )
     if package != _BURNISH and os.environ.get(_VARIABLE):
-        raise ValueError(f"{who}: refused, as --no_code allows no code but burnish's; read {module}, then leave it out")
+        raise ValueError(
+            f"{who}: refused, as --no_code allows no code but burnish's; read {module}, then leave it out"
+        )
 
 
 def check_home(who: str, module: str, found: Any) -> None:
     """Check that an object is defined in the named module, or in another one of the same package.
 
     Raises:
-        ValueError: if the module has imported the object from elsewhere, or the object is itself a module.
+        ValueError: if the module has imported the object from elsewhere, or the object is itself a
+            module.
     """
     if inspect.ismodule(found):
         raise ValueError(f"{who}: is a module; name a function or a class in it")
@@ -128,18 +132,23 @@ def check_names(config: Any) -> None:
     """Check all names of a configuration before anything is imported, as `check_module` does.
 
     Raises:
-        ValueError: as `check_module` does; under ``--no_code`` also for settings of a vLLM server that could run code.
+        ValueError: as `check_module` does; under ``--no_code`` also for settings of a vLLM server
+            that could run code.
     """
     for setting, name in code_names(config):
         check_module(f"{setting} {name}", module_of(name))
     if not os.environ.get(_VARIABLE):
         return
     for setting, named in _server_code(config):
-        raise ValueError(f"{setting}: refused ({named}), as it could run code and --no_code was given")
+        raise ValueError(
+            f"{setting}: refused ({named}), as it could run code and --no_code was given"
+        )
 
 
 def _server_code(config: Any) -> Iterator[tuple[str, str]]:
-    """Settings of a vLLM server that could run code in it: an interpreter, and texts among its flags and variables."""
+    """Settings of a vLLM server that could run code in it: an interpreter, and texts among its
+    flags and variables.
+    """
     vllm = getattr(config, "vllm", None)
     if python := getattr(vllm, "python", None):
         yield "vllm.python", str(python)
@@ -150,14 +159,18 @@ def _server_code(config: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_harmless(key: str, value: Any) -> bool:
-    """True for numbers and switches, such as a length or the devices 0,1; a text may name a file or a module."""
+    """True for numbers and switches, such as a length or the devices 0,1; a text may name a file or
+    a module.
+    """
     if isinstance(value, str):
         return re.fullmatch(r"[\d.,]*", value) is not None
     return isinstance(value, int | float) and "code" not in key
 
 
 def whose_code(config: Any) -> str:
-    """One line that says whose code a configuration runs besides burnish's. Nothing is imported for it."""
+    """One line that says whose code a configuration runs besides burnish's. Nothing is imported for
+    it.
+    """
     packages = {package_of(module_of(name)) for _, name in code_names(config)} - {_BURNISH}
     sources = [_source(package) for package in sorted(packages)]
     sources += [f"{setting} ({named})" for setting, named in _server_code(config)]

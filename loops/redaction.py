@@ -1,9 +1,10 @@
-"""Secrets in settings: left out of files, trackers and messages, and taken from the environment by ``${ENV:NAME}``.
+"""Secrets in settings: left out of files, trackers and messages, and taken from the environment by
+``${ENV:NAME}``.
 
-A text is a secret by the name of its setting (api_key, HF_TOKEN, client_secret, password), by its own form (sk-...,
-hf_...), or as the login in a URL. Names are compared by whole words: max_tokens, mask_token and the key of a column
-are none. A setting may instead hold ``${ENV:NAME}``: what is stored and shown is this reference, and the variable is
-read where the setting is used.
+A text is a secret by the name of its setting (api_key, HF_TOKEN, client_secret, password), by its
+own form (sk-..., hf_...), or as the login in a URL. Names are compared by whole words: max_tokens,
+mask_token and the key of a column are none. A setting may instead hold ``${ENV:NAME}``: what is
+stored and shown is this reference, and the variable is read where the setting is used.
 """
 
 import logging
@@ -14,22 +15,72 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 MARK = "<redacted>"
-_SECRET_WORDS = {"secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
-# Words before "token" and "key" with which they are no secrets: special tokens, and names of columns or fields.
-_PLAIN_TOKENS = {"bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "audio", "video", "boi", "eoi", "think"}
+_SECRET_WORDS = {
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "credential",
+    "credentials",
+    "apikey",
+}
+# Words before "token" and "key" with which they are no secrets: special tokens, and names of
+# columns or fields.
+_PLAIN_TOKENS = {
+    "bos",
+    "eos",
+    "pad",
+    "unk",
+    "sep",
+    "cls",
+    "mask",
+    "image",
+    "audio",
+    "video",
+    "boi",
+    "eoi",
+    "think",
+}
 _PLAIN_TOKENS |= {"start", "stop", "end", "special", "prompt"}
-_PLAIN_KEYS = {"answer", "prompt", "completion", "text", "message", "messages", "question", "image", "label", "target"}
-_PLAIN_KEYS |= {"score", "reward", "id", "row", "column", "field", "data", "dict", "json", "map", "sort", "group"}
+_PLAIN_KEYS = {
+    "answer",
+    "prompt",
+    "completion",
+    "text",
+    "message",
+    "messages",
+    "question",
+    "image",
+    "label",
+    "target",
+}
+_PLAIN_KEYS |= {
+    "score",
+    "reward",
+    "id",
+    "row",
+    "column",
+    "field",
+    "data",
+    "dict",
+    "json",
+    "map",
+    "sort",
+    "group",
+}
 _PLAIN_KEYS |= {"index", "primary", "foreign", "public", "cache", "partition"}
 _SHORTEST = 8  # characters of a key or a token; shorter ones name something
-_OPAQUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{20,}")  # what alone is called key or token, and is no word
+# what alone is called key or token, and is no word
+_OPAQUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{20,}")
 _KNOWN = re.compile(  # keys that say by their form what they are
     r"\b(?:(?:sk|rk|pk)-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
 )
-_LOGIN = re.compile(r"(?<=://)(?![^/\s@]*\$\{ENV:)[^/\s@'\"]+(?=@)")  # user:password of a URL, unless a reference
+# user:password of a URL, unless a reference
+_LOGIN = re.compile(r"(?<=://)(?![^/\s@]*\$\{ENV:)[^/\s@'\"]+(?=@)")
 _REFERENCE = re.compile(r"\$\{ENV:([A-Za-z_]\w*)\}")
-_USED = ("rewards", "environment", "vllm", "data", "eval_data")  # settings in which references are read
+# settings in which references are read
+_USED = ("rewards", "environment", "vllm", "data", "eval_data")
 
 _known_values: set[str] = set()  # secrets of this process, which messages leave out
 
@@ -86,7 +137,8 @@ class HidingFormatter(logging.Formatter):
 
 
 def resolved(value: Any) -> Any:
-    """Texts, lists and mappings with the values of variables in place of each ``${ENV:NAME}``; objects as they are.
+    """Texts, lists and mappings with the values of variables in place of each ``${ENV:NAME}``;
+    objects as they are.
 
     Raises:
         ValueError: names a variable that is not set.
@@ -99,7 +151,9 @@ def resolved(value: Any) -> Any:
 
 
 def resolved_data(source: Any) -> Any:
-    """A source of data with the values of variables; rows, which Python may give in its place, stay as they are."""
+    """A source of data with the values of variables; rows, which Python may give in its place, stay
+    as they are.
+    """
     parts = source if type(source) is list else [source]
     named = all(isinstance(part, str) or (type(part) is dict and "path" in part) for part in parts)
     mixture = type(source) is dict and all(isinstance(path, str) for path in source)
@@ -110,18 +164,21 @@ def _variable(reference: re.Match[str]) -> str:
     name = reference[1]
     value = os.environ.get(name)
     if value is None:
-        raise ValueError(f"{reference[0]}: there is no environment variable {name}; set it where the run is started")
+        raise ValueError(
+            f"{reference[0]}: there is no environment variable {name}; set it where the run is started"
+        )
     if is_secret(name, value):
         _known_values.add(value)
     return value
 
 
 def check_settings(config: Any) -> None:
-    """Check references and marks of a configuration before the run is opened, and learn its secrets for `hide`.
+    """Check references and marks of a configuration before the run is opened, and learn its secrets
+    for `hide`.
 
     Raises:
-        ValueError: if a variable is not set, a reference stands where none is read, or a secret was left out of the
-            file that the configuration comes from.
+        ValueError: if a variable is not set, a reference stands where none is read, or a secret was
+            left out of the file that the configuration comes from.
     """
     for path, value in _texts(config):
         name = path[-1]
@@ -133,7 +190,9 @@ def check_settings(config: Any) -> None:
             )
         if _REFERENCE.search(value):
             if path[0] not in _USED:
-                raise ValueError(f"{where}: ${{ENV:NAME}} is read in {', '.join(_USED)} alone; write the value")
+                raise ValueError(
+                    f"{where}: ${{ENV:NAME}} is read in {', '.join(_USED)} alone; write the value"
+                )
             secret = resolved(value)
             if is_secret(name, secret):
                 _known_values.add(secret)

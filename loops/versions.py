@@ -33,14 +33,27 @@ def launch_variables() -> dict[str, str]:
 
 @cache
 def git_revision(root: Path = _ROOT) -> str | None:
-    """The commit of a checkout, with ``-dirty`` if tracked files were changed since; None for what is no checkout."""
+    """The commit of a checkout, with ``-dirty`` if tracked files were changed since; None for what
+    is no checkout.
+    """
     if not (root / ".git").exists():
         return None
     # Without optional locks git writes nothing: others may work in this checkout.
-    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]
+    command = [
+        "git",
+        "--no-optional-locks",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+    ]
     try:
         # Without the tags, a commit is described by its full hash.
-        told = subprocess.run([*command, "--exclude", "*"], capture_output=True, text=True, timeout=10, check=True)
+        told = subprocess.run(
+            [*command, "--exclude", "*"], capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return told.stdout.strip()

@@ -1,12 +1,13 @@
 """Post-training objectives as pure functions of log-probabilities.
 
-Each takes tensors and keyword hyper-parameters and returns ``(loss, stats)``, unreduced: one entry per token, sequence
-or pair. The caller weighs, sums and divides, once, over the whole batch. Nothing here knows of models, padding,
-devices or ranks.
+Each takes tensors and keyword hyper-parameters and returns ``(loss, stats)``, unreduced: one entry
+per token, sequence or pair. The caller weighs, sums and divides, once, over the whole batch.
+Nothing here knows of models, padding, devices or ranks.
 
-What is constant in a loss (log-probs of a reference or a sampler, advantages, labels) is refused if it requires grad
-while the policy's log-probs do not: the arguments are swapped. Losses have the dtype of their arguments. Sum log-probs
-in float32: in bfloat16, −500 nats are known to 2 nats. float16 is refused, since ratios and squares overflow in it.
+What is constant in a loss (log-probs of a reference or a sampler, advantages, labels) is refused if
+it requires grad while the policy's log-probs do not: the arguments are swapped. Losses have the
+dtype of their arguments. Sum log-probs in float32: in bfloat16, −500 nats are known to 2 nats.
+float16 is refused, since ratios and squares overflow in it.
 
     supervised       tokens that should become likely
     sequence         from tokens to whole completions
@@ -21,7 +22,8 @@ in float32: in bfloat16, −500 nats are known to 2 nats. float16 is refused, si
     distillation     a teacher's distribution over the vocabulary
 """
 
-# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a statement of its own
+# ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a
+# statement of its own
 from .advantage import (
     gae as gae,
     gdpo_advantage as gdpo_advantage,

@@ -1,10 +1,11 @@
-"""Entropy control by covariance: a few tokens make the policy's entropy collapse; hold those back, and no others.
+"""Entropy control by covariance: a few tokens make the policy's entropy collapse; hold those back,
+and no others.
 
     cov_t    (log π_t − mean log π) (A_t − mean A), the covariance of a token's log-probability and its advantage
 
-A token that is already likely and turned out well, or unlikely and badly, has a large one. To first order, the entropy
-falls by the mean of cov in a step of policy gradient. The means and the masks couple tokens: pass all tokens of the
-step at once, the same on every rank.
+A token that is already likely and turned out well, or unlikely and badly, has a large one. To first
+order, the entropy falls by the mean of cov in a step of policy gradient. The means and the masks
+couple tokens: pass all tokens of the step at once, the same on every rank.
 
     Clip-Cov    ``clip_cov_mask(cov, draw) * clipped_surrogate(...)``: a random few of large covariance get no gradient
     KL-Cov      `kl_cov` with ``kl_cov_mask(cov)``: the tokens of largest covariance are tied to π_old
@@ -37,14 +38,20 @@ def token_covariance(logp: PerToken, advantage: PerToken) -> PerToken:
 
 @torch.no_grad()
 def clip_cov_mask(
-    covariance: PerToken, draw: PerToken, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0
+    covariance: PerToken,
+    draw: PerToken,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
 ) -> PerToken:
     """Clip-Cov's mask: 0 at a random few of the tokens with a large covariance, 1 at all others.
 
         I = ⌊rN⌋ of the tokens with ω_low < cov < ω_high, at random, and one at least
 
     Args:
-        draw: one number per token, uniform in [0, 1): the tokens of the smallest are taken. Ranks must draw the same.
+        draw: one number per token, uniform in [0, 1): the tokens of the smallest are taken. Ranks
+            must draw the same.
         share: r in [0, 1]; 0 takes no token.
         low, high: ω_low ≤ ω_high.
 
@@ -80,9 +87,15 @@ def kl_cov_mask(covariance: PerToken, *, share: float) -> Bool[Tensor, "*tokens"
 
 
 def kl_cov(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, penalized: Bool[Tensor, "*tokens"], *, beta: Positive = 1.0
+    logp: PerToken,
+    old_logp: PerToken,
+    advantage: PerToken,
+    penalized: Bool[Tensor, "*tokens"],
+    *,
+    beta: Positive = 1.0,
 ) -> tuple[PerToken, Stats]:
-    """KL-Cov: policy gradient without a clip, and a penalty for leaving π_old at the tokens of largest covariance.
+    """KL-Cov: policy gradient without a clip, and a penalty for leaving π_old at the tokens of
+    largest covariance.
 
         ℓ = −ρA + [t is penalized] β |log π − log π_old|
 
@@ -96,12 +109,20 @@ def kl_cov(
     """
     same_shape("kl_cov", logp=logp, old_logp=old_logp, advantage=advantage, penalized=penalized)
     check_roles("kl_cov", {"logp": logp}, old_logp=old_logp, advantage=advantage)
-    require("kl_cov", penalized.dtype == torch.bool, "penalized must be a Bool tensor, got {}", penalized.dtype)
+    require(
+        "kl_cov",
+        penalized.dtype == torch.bool,
+        "penalized must be a Bool tensor, got {}",
+        penalized.dtype,
+    )
     within("kl_cov", Positive, beta=beta)
     log_ratio = logp - old_logp
     ratio = log_ratio.clamp(max=LOG_RATIO_LIMIT).exp()
     penalty = torch.where(penalized, beta * log_ratio.abs(), 0.0)
-    return -ratio * advantage + penalty, {"ratio": ratio.detach(), "kl_cov/penalty": penalty.detach()}
+    return -ratio * advantage + penalty, {
+        "ratio": ratio.detach(),
+        "kl_cov/penalty": penalty.detach(),
+    }
 
 
 def _share_of(x: Tensor, share: float) -> int:

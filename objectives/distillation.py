@@ -3,18 +3,20 @@
     S, T    the student's and the teacher's distribution over the vocabulary at one position
     p, q    the teacher's and the student's probability of the token that was sampled there
 
-The divergences take ``logp, teacher_logp``: log S and log T, [..., vocabulary], normalized over the last dimension, in
-nats. For a temperature τ pass ``log_softmax(logits / τ)`` of both; no factor τ² is applied here. A token of
-probability zero (−inf, as in a padded vocabulary) adds nothing and passes no gradient. Only where a KL divergence is
-infinite by definition, since its second distribution lacks a token that the first one has, does it come out as +inf.
-The teacher is not detached. Objectives on sampled tokens take log-probabilities of those alone.
+The divergences take ``logp, teacher_logp``: log S and log T, [..., vocabulary], normalized over the
+last dimension, in nats. For a temperature τ pass ``log_softmax(logits / τ)`` of both; no factor τ²
+is applied here. A token of probability zero (−inf, as in a padded vocabulary) adds nothing and
+passes no gradient. Only where a KL divergence is infinite by definition, since its second
+distribution lacks a token that the first one has, does it come out as +inf. The teacher is not
+detached. Objectives on sampled tokens take log-probabilities of those alone.
 
-Every function returns ``(loss, stats)`` with one entry per token: nothing is reduced here. Shapes that differ and
-hyper-parameters out of range raise ValueError. Where the vocabulary is too large to hold, `burnish.kernels` has the
-same divergences per token, from hidden states.
+Every function returns ``(loss, stats)`` with one entry per token: nothing is reduced here. Shapes
+that differ and hyper-parameters out of range raise ValueError. Where the vocabulary is too large to
+hold, `burnish.kernels` has the same divergences per token, from hidden states.
 
-Sums give more: the symmetric (Jeffreys) divergence is `forward_kl` + `reverse_kl`, DistiLLM-2 (arXiv:2503.07067)
-`skew_forward_kl` on completions of the teacher + `skew_reverse_kl` on those of the student.
+Sums give more: the symmetric (Jeffreys) divergence is `forward_kl` + `reverse_kl`, DistiLLM-2
+(arXiv:2503.07067) `skew_forward_kl` on completions of the teacher + `skew_reverse_kl` on those of
+the student.
 """
 
 import torch
@@ -57,20 +59,23 @@ def reverse_kl(logp: Distributions, teacher_logp: Distributions) -> tuple[PerTok
 
         ℓ = KL(S‖T) = Σ_v S_v (log S_v − log T_v)
 
-    Paper: Gu et al. 2023 (MiniLLM), arXiv:2306.08543; per token: Agarwal et al. 2023, arXiv:2306.13649.
+    Paper: Gu et al. 2023 (MiniLLM), arXiv:2306.08543; per token: Agarwal et al. 2023,
+    arXiv:2306.13649.
     """
     same_shape("reverse_kl", logp=logp, teacher_logp=teacher_logp)
     check_roles("reverse_kl", {"logp": logp}, teacher_logp=teacher_logp)
     return _kl(logp, teacher_logp), {}
 
 
-def generalized_jsd(logp: Distributions, teacher_logp: Distributions, *, beta: float) -> tuple[PerToken, Stats]:
+def generalized_jsd(
+    logp: Distributions, teacher_logp: Distributions, *, beta: float
+) -> tuple[PerToken, Stats]:
     """Generalized Jensen-Shannon divergence, between forward and reverse KL, and bounded.
 
         ℓ = β KL(T‖M) + (1 − β) KL(S‖M),  M = βT + (1 − β)S
 
-    At the ends, where this would vanish, it is `forward_kl` (β = 0) and `reverse_kl` (β = 1), as in TRL: the limits of
-    ℓ/β and ℓ/(1 − β). So a small β needs a learning rate larger by 1/β.
+    At the ends, where this would vanish, it is `forward_kl` (β = 0) and `reverse_kl` (β = 1), as in
+    TRL: the limits of ℓ/β and ℓ/(1 − β). So a small β needs a learning rate larger by 1/β.
 
     Args:
         beta: β in [0, 1], the teacher's share in M.
@@ -88,8 +93,11 @@ def generalized_jsd(logp: Distributions, teacher_logp: Distributions, *, beta: f
     return beta * _kl(teacher_logp, mixture) + (1 - beta) * _kl(logp, mixture), {}
 
 
-def skew_forward_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: float) -> tuple[PerToken, Stats]:
-    """Skew KL divergence: forward KL to a student that is helped by the teacher, and so bounded by −log α.
+def skew_forward_kl(
+    logp: Distributions, teacher_logp: Distributions, *, alpha: float
+) -> tuple[PerToken, Stats]:
+    """Skew KL divergence: forward KL to a student that is helped by the teacher, and so bounded by
+    −log α.
 
         ℓ = KL(T ‖ αT + (1 − α)S)
 
@@ -104,8 +112,11 @@ def skew_forward_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: 
     return _kl(teacher_logp, _mixture(teacher_logp, logp, alpha)), {}
 
 
-def skew_reverse_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: float) -> tuple[PerToken, Stats]:
-    """Skew reverse KL divergence: reverse KL to a teacher that admits some of the student, bounded by −log α.
+def skew_reverse_kl(
+    logp: Distributions, teacher_logp: Distributions, *, alpha: float
+) -> tuple[PerToken, Stats]:
+    """Skew reverse KL divergence: reverse KL to a teacher that admits some of the student, bounded
+    by −log α.
 
         ℓ = KL(S ‖ αS + (1 − α)T)
 
@@ -123,13 +134,14 @@ def skew_reverse_kl(logp: Distributions, teacher_logp: Distributions, *, alpha: 
 def alpha_beta_divergence(
     logp: Distributions, teacher_logp: Distributions, *, alpha: Positive, beta: Positive
 ) -> tuple[PerToken, Stats]:
-    """α-β divergence: two knobs for what forward and reverse KL weigh differently, tokens and errors.
+    """α-β divergence: two knobs for what forward and reverse KL weigh differently, tokens and
+    errors.
 
         ℓ = −1/(αβ) Σ_v [ T^α S^β − α/(α + β) T^(α + β) − β/(α + β) S^(α + β) ]
 
-    A large α weighs the tokens that the teacher favors, a large β those of the student. Towards β → 0 with α = 1 it is
-    `forward_kl`, towards α → 0 with β = 1 `reverse_kl`, and with α + β = 1 an α-divergence; at ½ and ½ it is four times
-    the squared Hellinger distance.
+    A large α weighs the tokens that the teacher favors, a large β those of the student. Towards β →
+    0 with α = 1 it is `forward_kl`, towards α → 0 with β = 1 `reverse_kl`, and with α + β = 1 an
+    α-divergence; at ½ and ½ it is four times the squared Hellinger distance.
 
     Args:
         alpha, beta: α, β > 0: 0.2 and 0.7 in most of the paper's experiments.
@@ -140,7 +152,8 @@ def alpha_beta_divergence(
     check_roles("alpha_beta_divergence", {"logp": logp}, teacher_logp=teacher_logp)
     within("alpha_beta_divergence", Positive, alpha=alpha, beta=beta)
     total = alpha + beta
-    # With the larger of T and S taken out, what is left is of their ratio: exactly 0 where they are equal.
+    # With the larger of T and S taken out, what is left is of their ratio: exactly 0 where they are
+    # equal.
     lowest = torch.finfo(logp.dtype).min / 2  # of −inf and −inf there is no ratio
     student = logp.clamp(min=lowest)
     teacher = teacher_logp.clamp(min=lowest)
@@ -152,11 +165,13 @@ def alpha_beta_divergence(
 
 
 def taid(logp: Distributions, teacher_logp: Distributions, *, t: Share) -> tuple[PerToken, Stats]:
-    """TAID: forward KL to a teacher that starts as the student itself and becomes the teacher as t goes to 1.
+    """TAID: forward KL to a teacher that starts as the student itself and becomes the teacher as t
+    goes to 1.
 
         ℓ = KL(P_t ‖ S),  P_t = softmax((1 − t) sg(log S) + t log T)
 
-    t = 1 is `forward_kl`; at t = 0 there is no gradient. The paper raises t as fast as the loss falls.
+    t = 1 is `forward_kl`; at t = 0 there is no gradient. The paper raises t as fast as the loss
+    falls.
 
     Args:
         t: in [0, 1], how far the teacher has come.
@@ -174,13 +189,15 @@ def taid(logp: Distributions, teacher_logp: Distributions, *, t: Share) -> tuple
 
 
 def with_tail(logp: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens k+1"]:
-    """Add the rest of the vocabulary as one more token, so that k log-probabilities are a distribution.
+    """Add the rest of the vocabulary as one more token, so that k log-probabilities are a
+    distribution.
 
         [log p_1, …, log p_k]  ->  [log p_1, …, log p_k, log(1 − Σ p_i)]
 
-    Composes with every divergence: take the teacher's top k, the student's log-probabilities of the same k tokens,
-    and both with their tails. The result is a lower bound of the divergence over the whole vocabulary. A rest below
-    the machine epsilon ε of the dtype, or below zero, is rounding, and is read as ε.
+    Composes with every divergence: take the teacher's top k, the student's log-probabilities of the
+    same k tokens, and both with their tails. The result is a lower bound of the divergence over the
+    whole vocabulary. A rest below the machine epsilon ε of the dtype, or below zero, is rounding,
+    and is read as ε.
     """
     return torch.cat([logp, log_remainder(logp.logsumexp(-1, keepdim=True))], -1)
 
@@ -190,12 +207,13 @@ def sampled_reverse_kl(logp: PerToken, teacher_logp: PerToken) -> tuple[PerToken
 
         ℓ = sg(log q − log p) log q
 
-    Over tokens that the student sampled, the mean of its gradient is that of the per-token `reverse_kl`, and the mean
-    of ``stats["reverse_kl"]`` = log q − log p is the divergence itself; its negative is the reward or advantage for any
-    other policy objective.
+    Over tokens that the student sampled, the mean of its gradient is that of the per-token
+    `reverse_kl`, and the mean of ``stats["reverse_kl"]`` = log q − log p is the divergence itself;
+    its negative is the reward or advantage for any other policy objective.
 
     Args:
-        logp: log q, under the student, of tokens sampled from it; teacher_logp: log p, of the same tokens.
+        logp: log q, under the student, of tokens sampled from it; teacher_logp: log p, of the same
+            tokens.
 
     Paper: Gu et al. 2023 (MiniLLM), arXiv:2306.08543, the single step of its Eq. 3 by sampling.
     """
@@ -214,24 +232,29 @@ def minillm(
     *,
     alpha: float,
 ) -> tuple[FlatTokens, Stats]:
-    """MiniLLM: reverse KL of whole completions by policy gradient; each token also counts for the tokens after it.
+    """MiniLLM: reverse KL of whole completions by policy gradient; each token also counts for the
+    tokens after it.
 
         ℓ_t = sg(w_t) [KL_t(S‖T) − sg(R_t) log q_t]
         R_t = mean_{t' > t} (log p_t' − log q_t'),  0 for the last token
         w_t = q_t / (αp_t + (1 − α)q_t)
 
-    The single step is exact, over the vocabulary; the long run is normalized by length; w_t, the weight of one step,
-    stands for the product up to t. The paper prints 1/(T − t − 1) before a sum of T − t terms; here it is their mean.
+    The single step is exact, over the vocabulary; the long run is normalized by length; w_t, the
+    weight of one step, stands for the product up to t. The paper prints 1/(T − t − 1) before a sum
+    of T − t terms; here it is their mean.
 
     Args:
         divergence: KL_t(S‖T) at each token, by `reverse_kl`.
-        logp: log q, under the student, of the sampled tokens; teacher_logp: log p, of the same tokens.
-        alpha: α in [0, 1), the teacher's share in the mixture that the tokens were sampled from: 0.2 in the paper, 0
-            if the student sampled alone.
+        logp: log q, under the student, of the sampled tokens; teacher_logp: log p, of the same
+            tokens.
+        alpha: α in [0, 1), the teacher's share in the mixture that the tokens were sampled from:
+            0.2 in the paper, 0 if the student sampled alone.
 
     Paper: Gu et al. 2023, arXiv:2306.08543, Eq. 7. Its pretraining loss is another term of the mix.
     """
-    same_shape("minillm", divergence=divergence, logp=logp, teacher_logp=teacher_logp, sequence=sequence)
+    same_shape(
+        "minillm", divergence=divergence, logp=logp, teacher_logp=teacher_logp, sequence=sequence
+    )
     flat("minillm", logp=logp)
     check_roles("minillm", {"divergence": divergence, "logp": logp}, teacher_logp=teacher_logp)
     require("minillm", 0 <= alpha < 1, "alpha must be in [0, 1), got {}", alpha)
@@ -243,15 +266,20 @@ def minillm(
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """Σ_v P_v (log P_v − log Q_v) over the last dimension, with 0 · anything = 0 in value and gradient."""
+    """Σ_v P_v (log P_v − log Q_v) over the last dimension, with 0 · anything = 0 in value and
+    gradient.
+    """
     mass = first.exp()
     return (mass * torch.where(mass > 0, first - second, 0)).sum(-1)
 
 
 def _mixture(first: Tensor, second: Tensor, share: float) -> Tensor:
-    """log(aP + (1 − a)Q). A log-probability of −inf becomes the lowest finite number, whose gradient is no NaN."""
+    """log(aP + (1 − a)Q). A log-probability of −inf becomes the lowest finite number, whose
+    gradient is no NaN.
+    """
     first, second = (x.clamp(min=torch.finfo(x.dtype).min) for x in (first, second))
-    weight = first.new_full((), share)  # a tensor: torch.compile would compile anew for each math.log
+    # a tensor: torch.compile would compile anew for each math.log
+    weight = first.new_full((), share)
     return torch.logaddexp(first + torch.log(weight), second + torch.log1p(-weight))
 
 
@@ -259,7 +287,8 @@ def _mean_of_later(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     """For each token, the mean of x over the later tokens of its sequence; 0 for the last one."""
     length = sequence_length(sequence, sequences)
     position = torch.arange(x.shape[0], device=x.device) - (length.cumsum(0) - length)[sequence]
-    # One row to a sequence, so that no sum runs across two of them; one column more, for what follows the last token.
+    # One row to a sequence, so that no sum runs across two of them; one column more, for what
+    # follows the last token.
     rows = x.new_zeros(sequences, int(position.max()) + 2 if x.numel() else 1)
     rows[sequence, position] = x
     sums = rows.flip(1).cumsum(1).flip(1)

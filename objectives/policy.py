@@ -5,8 +5,9 @@
     A          advantage: how much better than expected; a constant. See `advantage`
     σ, sg      the logistic function, stop-gradient
 
-Every function returns ``(loss, stats)``, nothing is reduced. Most are elementwise, of any shape, without a mask: hand
-them sampled tokens only. `gspo` and `gmpo` return one entry per completion. The loop's weights make the algorithm:
+Every function returns ``(loss, stats)``, nothing is reduced. Most are elementwise, of any shape,
+without a mask: hand them sampled tokens only. `gspo` and `gmpo` return one entry per completion.
+The loop's weights make the algorithm:
 
     PPO, DAPO          `clipped_surrogate`, every token alike; DAPO with ε_high 0.28; TRL's "bnpo", per micro-batch
     GRPO, Dr. GRPO     `clipped_surrogate`, 1/|o| a token; 1/L, L fixed        arXiv:2402.03300, arXiv:2503.20783
@@ -16,13 +17,15 @@ them sampled tokens only. `gspo` and `gmpo` return one entry per completion. The
     LUSPO              `gspo`, |o| a completion, over their number    arXiv:2602.05261
     RLOO               `reinforce` of `sequence_sum`, every completion alike; TRL's is `clipped_surrogate` of the sums
 
-An elementwise objective of sums or means over completions is its sequence-level form: ``sapo(sequence_mean(logp),
-...)``. Sums of losses give more: Kimi's mirror descent (arXiv:2501.12599), which verl calls dro, is `reinforce` + τ ·
-k2 of `kl_estimate` to π_old, a PPO step adds `value_loss` and `entropy_bonus`, on-policy distillation has A = sg(log
-π_teacher − log π).
+An elementwise objective of sums or means over completions is its sequence-level form:
+``sapo(sequence_mean(logp), ...)``. Sums of losses give more: Kimi's mirror descent
+(arXiv:2501.12599), which verl calls dro, is `reinforce` + τ · k2 of `kl_estimate` to π_old, a PPO
+step adds `value_loss` and `entropy_bonus`, on-policy distillation has A = sg(log π_teacher − log
+π).
 
-w is cut at 20, where ρ = e²⁰ ≈ 5e8: beyond, values stay at the cut and the gradient is zero, instead of an overflow.
-Shapes that differ and hyper-parameters out of range raise ValueError; math.inf turns a clip off.
+w is cut at 20, where ρ = e²⁰ ≈ 5e8: beyond, values stay at the cut and the gradient is zero,
+instead of an overflow. Shapes that differ and hyper-parameters out of range raise ValueError;
+math.inf turns a clip off.
 """
 
 import math
@@ -68,7 +71,8 @@ def reinforce(logp: PerToken, advantage: PerToken) -> tuple[PerToken, Stats]:
 
 
 def topr(logp: PerToken, old_logp: PerToken, advantage: PerToken) -> tuple[PerToken, Stats]:
-    """Tapered off-policy REINFORCE: learn from old successes in full, from failures as far as π still commits them.
+    """Tapered off-policy REINFORCE: learn from old successes in full, from failures as far as π
+    still commits them.
 
         ℓ = −A log π where A ≥ 0,  −sg(min(ρ, 1)) A log π where A < 0
 
@@ -90,34 +94,43 @@ def clipped_surrogate(
     *,
     clip_low: Bound = 0.2,
     clip_high: Bound = 0.2,
-    ratio_cap: Annotated[float, Range(">= 1 + clip_high", lambda x, others: x >= 1 + others["clip_high"])] = math.inf,
+    ratio_cap: Annotated[
+        float, Range(">= 1 + clip_high", lambda x, others: x >= 1 + others["clip_high"])
+    ] = math.inf,
 ) -> tuple[PerToken, Stats]:
-    """The surrogate of PPO, GRPO, DAPO: off-policy policy gradient, until a token has moved far enough.
+    """The surrogate of PPO, GRPO, DAPO: off-policy policy gradient, until a token has moved far
+    enough.
 
         ℓ = −min( min(ρ, δ) A, clip(ρ, 1 − ε_low, 1 + ε_high) A )
 
     Args:
         clip_low, clip_high: ε_low, ε_high ≥ 0.
-        ratio_cap: δ ≥ 1 + ε_high, the most that ρ counts where A < 0, which the clip alone leaves unbounded. It is δ of
-            two-sided clipping and equally c of dual-clip PPO, −max(min(ρA, clip(ρ)A), cA) where A < 0: one function.
+        ratio_cap: δ ≥ 1 + ε_high, the most that ρ counts where A < 0, which the clip alone leaves
+            unbounded. It is δ of two-sided clipping and equally c of dual-clip PPO, −max(min(ρA,
+            clip(ρ)A), cA) where A < 0: one function.
 
-    Paper: Schulman et al. 2017, arXiv:1707.06347, Eq. 7; ε_low ≠ ε_high: DAPO, Yu et al. 2025, arXiv:2503.14476;
-    ratio_cap: Ye et al. 2019, arXiv:1912.09729, and INTELLECT-2, arXiv:2505.07291.
+    Paper: Schulman et al. 2017, arXiv:1707.06347, Eq. 7; ε_low ≠ ε_high: DAPO, Yu et al. 2025,
+    arXiv:2503.14476; ratio_cap: Ye et al. 2019, arXiv:1912.09729, and INTELLECT-2,
+    arXiv:2505.07291.
     """
     same_shape("clipped_surrogate", logp=logp, old_logp=old_logp, advantage=advantage)
     check_roles("clipped_surrogate", {"logp": logp}, old_logp=old_logp, advantage=advantage)
-    return _surrogate("clipped_surrogate", logp - old_logp, advantage, clip_low, clip_high, ratio_cap)
+    return _surrogate(
+        "clipped_surrogate", logp - old_logp, advantage, clip_low, clip_high, ratio_cap
+    )
 
 
 def dppo(
     logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_low: Bound, clip_high: Bound
 ) -> tuple[PerToken, Stats]:
-    """Divergence PPO (binary total variation): the trust region is on probabilities, not on their ratio.
+    """Divergence PPO (binary total variation): the trust region is on probabilities, not on their
+    ratio.
 
         ℓ = −ρA, but 0 where A > 0 and π − π_old > ε_high, or A < 0 and π_old − π > ε_low
 
-    A rare token may become many times likelier, a frequent one may not lose half its mass. Where a token has left the
-    region, its loss is 0 as its gradient is. prime-rl takes 0.2 for both, and adds 2e-3 · k2 of `kl_estimate` to π_old.
+    A rare token may become many times likelier, a frequent one may not lose half its mass. Where a
+    token has left the region, its loss is 0 as its gradient is. prime-rl takes 0.2 for both, and
+    adds 2e-3 · k2 of `kl_estimate` to π_old.
 
     Args:
         clip_low, clip_high: ε_low, ε_high ≥ 0, differences of probabilities; 1 is no limit.
@@ -135,7 +148,8 @@ def dppo(
 def dppo_kl(
     logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_low: Bound, clip_high: Bound
 ) -> tuple[PerToken, Stats]:
-    """Divergence PPO (binary KL): as `dppo`, where how far a token has moved is a divergence of two coins.
+    """Divergence PPO (binary KL): as `dppo`, where how far a token has moved is a divergence of two
+    coins.
 
         ℓ = −ρA, but 0 where A > 0, π > π_old and D > ε_high, or A < 0, π < π_old and D > ε_low
         D = π_old log π_old/π + (1 − π_old) log (1 − π_old)/(1 − π)
@@ -158,14 +172,20 @@ def dppo_kl(
 
 
 def cispo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, clip_high: Bound, clip_low: Bound = math.inf
+    logp: PerToken,
+    old_logp: PerToken,
+    advantage: PerToken,
+    *,
+    clip_high: Bound,
+    clip_low: Bound = math.inf,
 ) -> tuple[PerToken, Stats]:
-    """Clipped importance weights: REINFORCE whose weight is bounded, so that no token loses its gradient.
+    """Clipped importance weights: REINFORCE whose weight is bounded, so that no token loses its
+    gradient.
 
         ℓ = −sg(clip(ρ, 1 − ε_low, 1 + ε_high)) A log π
 
-    TRL's and ScaleRL's epsilon_high is the bound itself, 1 + ε_high here. ``cispo_clip_ratio`` counts, as TRL does,
-    tokens above it with A > 0, though the weight is clipped for either sign.
+    TRL's and ScaleRL's epsilon_high is the bound itself, 1 + ε_high here. ``cispo_clip_ratio``
+    counts, as TRL does, tokens above it with A > 0, though the weight is clipped for either sign.
 
     Args:
         clip_high, clip_low: ε_high, ε_low ≥ 0; the paper runs without the lower bound.
@@ -182,9 +202,15 @@ def cispo(
 
 
 def sapo(
-    logp: PerToken, old_logp: PerToken, advantage: PerToken, *, tau_pos: Positive = 1.0, tau_neg: Positive = 1.05
+    logp: PerToken,
+    old_logp: PerToken,
+    advantage: PerToken,
+    *,
+    tau_pos: Positive = 1.0,
+    tau_neg: Positive = 1.05,
 ) -> tuple[PerToken, Stats]:
-    """Soft adaptive policy optimization: the gradient fades smoothly as ρ leaves 1, by default faster where A ≤ 0.
+    """Soft adaptive policy optimization: the gradient fades smoothly as ρ leaves 1, by default
+    faster where A ≤ 0.
 
         ℓ = −A σ(τ(ρ − 1)) 4/τ,  τ = τ_pos where A > 0, else τ_neg
 
@@ -217,7 +243,8 @@ def gspo(
         ℓ = −min( sA, clip(s, 1 − ε_low, 1 + ε_high) A ),  s = exp( (1/|o|) Σ_t w_t )
 
     Args:
-        clip_low, clip_high: ε_low, ε_high ≥ 0. s moves far less than ρ: the paper takes 3e-4 and 4e-4.
+        clip_low, clip_high: ε_low, ε_high ≥ 0. s moves far less than ρ: the paper takes 3e-4 and
+            4e-4.
 
     Paper: Zheng et al. 2025, arXiv:2507.18071.
     """
@@ -240,7 +267,8 @@ def gspo_token(
 
         ℓ_t = −min( s_t A_t, clip(s_t, 1 − ε_low, 1 + ε_high) A_t ),  s_t = sg(s) π_t / sg(π_t)
 
-    Where a completion has one advantage, the mean over its tokens has the value and the gradient of `gspo`.
+    Where a completion has one advantage, the mean over its tokens has the value and the gradient of
+    `gspo`.
 
     Paper: Zheng et al. 2025, arXiv:2507.18071.
     """
@@ -249,7 +277,9 @@ def gspo_token(
     check_roles("gspo_token", {"logp": logp}, old_logp=old_logp, advantage=advantage)
     completion = torch.unique_consecutive(sequence, return_inverse=True)[1]
     log_ratio = sequence_mean((logp - old_logp).detach(), completion, logp.shape[0])[completion]
-    return _surrogate("gspo_token", log_ratio + (logp - logp.detach()), advantage, clip_low, clip_high)
+    return _surrogate(
+        "gspo_token", log_ratio + (logp - logp.detach()), advantage, clip_low, clip_high
+    )
 
 
 def gmpo(
@@ -261,7 +291,8 @@ def gmpo(
     clip_low: Bound = 0.4,
     clip_high: Bound = 0.4,
 ) -> tuple[PerSequence, Stats]:
-    """Geometric-mean policy optimization: tokens are clipped one by one, then their ratios multiply.
+    """Geometric-mean policy optimization: tokens are clipped one by one, then their ratios
+    multiply.
 
     One entry per completion.
 
@@ -270,7 +301,8 @@ def gmpo(
     The clip statistics are shares of the completion's tokens, ``ratio`` the geometric mean.
 
     Args:
-        clip_low, clip_high: ε_low, ε_high ≥ 0, bounds of w and not of ρ: the paper's (e^−0.4, e^0.4).
+        clip_low, clip_high: ε_low, ε_high ≥ 0, bounds of w and not of ρ: the paper's (e^−0.4,
+            e^0.4).
 
     Paper: Zhao et al. 2025, arXiv:2507.20673.
     """
@@ -278,10 +310,14 @@ def gmpo(
     _check_completions("gmpo", logp, old_logp, advantage)
     within("gmpo", Bound, clip_low=clip_low, clip_high=clip_high)
     log_ratio, of_token = logp - old_logp, advantage[sequence]
-    clipped = torch.where(of_token > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    clipped = torch.where(
+        of_token > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
+    )
     ratio = _ratio(sequence_mean(clipped, sequence, advantage.shape[0]))
     stats = clip_stats(log_ratio, of_token, -clip_low, clip_high)
-    shares = {name: sequence_mean(share, sequence, advantage.shape[0]) for name, share in stats.items()}
+    shares = {
+        name: sequence_mean(share, sequence, advantage.shape[0]) for name, share in stats.items()
+    }
     return -advantage * ratio, {"ratio": ratio.detach(), **shares}
 
 
@@ -296,13 +332,15 @@ def vespo(
     k_neg: Positive = 3.0,
     lambda_neg: Positive = 2.0,
 ) -> tuple[FlatTokens, Stats]:
-    """Variational sequence-level soft policy optimization: REINFORCE, weighted by how near the completion still is.
+    """Variational sequence-level soft policy optimization: REINFORCE, weighted by how near the
+    completion still is.
 
         ℓ_t = −sg(φ) A log π_t,  φ = exp(λ + kW − λe^W),  W = Σ_t w_t
 
-    k, λ = k_pos, λ_pos where A ≥ 0, else k_neg, λ_neg. One entry per token. φ is 1 at W = 0 and vanishes far on either
-    side, so W needs no clamp, which the authors' code and TRL have. Where they multiply e^W by an importance weight
-    against the sampler, let old_logp be the sampler's log-probabilities.
+    k, λ = k_pos, λ_pos where A ≥ 0, else k_neg, λ_neg. One entry per token. φ is 1 at W = 0 and
+    vanishes far on either side, so W needs no clamp, which the authors' code and TRL have. Where
+    they multiply e^W by an importance weight against the sampler, let old_logp be the sampler's
+    log-probabilities.
 
     Args:
         k_pos, lambda_pos, k_neg, lambda_neg: > 0; the defaults are those of the authors' code.
@@ -311,7 +349,9 @@ def vespo(
     """
     same_shape("vespo", logp=logp, old_logp=old_logp, sequence=sequence)
     _check_completions("vespo", logp, old_logp, advantage)
-    within("vespo", Positive, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
+    within(
+        "vespo", Positive, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg
+    )
     log_ratio = sequence_sum((logp - old_logp).detach(), sequence, advantage.shape[0])
     k = _by_sign(advantage >= 0, log_ratio, k_pos, k_neg)
     decay = _by_sign(advantage >= 0, log_ratio, lambda_pos, lambda_neg)
@@ -319,7 +359,9 @@ def vespo(
     return -(phi * advantage)[sequence] * logp, {"vespo/phi_seq": phi[sequence]}
 
 
-def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: Bound = 0.2) -> tuple[PerToken, Stats]:
+def value_loss(
+    value: PerToken, old_value: PerToken, target: PerToken, *, clip: Bound = 0.2
+) -> tuple[PerToken, Stats]:
     """Squared error of the critic, no better than that of a value which moved by at most ε.
 
         ℓ = ½ max( (V − R)², (clip(V, V_old − ε, V_old + ε) − R)² )
@@ -328,7 +370,8 @@ def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: 
         target: R, the return: advantage + V_old, of `gae`.
         clip: ε ≥ 0, in units of the value.
 
-    Paper: Schulman et al. 2017, arXiv:1707.06347, has the squared error; the clip is of OpenAI's code for it.
+    Paper: Schulman et al. 2017, arXiv:1707.06347, has the squared error; the clip is of OpenAI's
+    code for it.
     """
     same_shape("value_loss", value=value, old_value=old_value, target=target)
     check_roles("value_loss", {"value": value}, old_value=old_value, target=target)
@@ -339,15 +382,18 @@ def value_loss(value: PerToken, old_value: PerToken, target: PerToken, *, clip: 
     return 0.5 * torch.maximum(error, clipped), stats
 
 
-def kl_estimate(logp: PerToken, ref_logp: PerToken, *, kind: Literal["k1", "k2", "k3"]) -> tuple[PerToken, Stats]:
-    """KL(π ‖ π_ref) from one sampled token, as a loss or, detached, as a penalty on the reward. d = log π − log π_ref.
+def kl_estimate(
+    logp: PerToken, ref_logp: PerToken, *, kind: Literal["k1", "k2", "k3"]
+) -> tuple[PerToken, Stats]:
+    """KL(π ‖ π_ref) from one sampled token, as a loss or, detached, as a penalty on the reward. d =
+    log π − log π_ref.
 
         k1 = d             unbiased; its gradient as a loss is zero on average, so use it in the reward
         k2 = ½ d²          biased; its gradient is the KL's
         k3 = e^−d + d − 1  unbiased and ≥ 0; its gradient is that of the forward KL(π_ref ‖ π)
 
-    All of it holds for tokens that π sampled; see `corrected_kl_estimate`. In k3, d is cut at −20, where its gradient
-    would make single tokens outweigh a batch.
+    All of it holds for tokens that π sampled; see `corrected_kl_estimate`. In k3, d is cut at −20,
+    where its gradient would make single tokens outweigh a batch.
 
     Source: Schulman 2020, joschu.net/blog/kl-approx.html; in GRPO's loss: k3, arXiv:2402.03300.
     """
@@ -362,7 +408,8 @@ def corrected_kl_estimate(
 ) -> tuple[PerToken, Stats]:
     """`kl_estimate` for tokens that π_old sampled: ℓ = ρ · kl.
 
-    With k1 and k3 both value and gradient are then unbiased, on-policy too, since the gradient flows through ρ.
+    With k1 and k3 both value and gradient are then unbiased, on-policy too, since the gradient
+    flows through ρ.
 
     Paper: DeepSeek-V3.2 2025, arXiv:2512.02556, Eq. 7 (k3); TRL's use_bias_correction_kl.
     """
@@ -373,10 +420,12 @@ def corrected_kl_estimate(
 
 
 def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*tokens"]:
-    """True at the share ρ of tokens with the highest entropy, where a text could have taken another turn.
+    """True at the share ρ of tokens with the highest entropy, where a text could have taken another
+    turn.
 
-    The threshold couples tokens: pass the entropies of the whole step. The mask multiplies the policy loss or its
-    weights, whose denominators still count every token. Ties at the threshold are all kept, and always one token.
+    The threshold couples tokens: pass the entropies of the whole step. The mask multiplies the
+    policy loss or its weights, whose denominators still count every token. Ties at the threshold
+    are all kept, and always one token.
 
     Args:
         quantile: ρ in [0, 1]; 0.2 in the paper. TRL's top_entropy_quantile.
@@ -386,24 +435,36 @@ def high_entropy_mask(entropy: PerToken, *, quantile: float) -> Bool[Tensor, "*t
     within("high_entropy_mask", Share, quantile=quantile)
     if entropy.numel() == 0:
         return torch.zeros_like(entropy, dtype=torch.bool)
-    # torch.quantile's threshold lies between two entropies and keeps the same tokens, but refuses large batches.
+    # torch.quantile's threshold lies between two entropies and keeps the same tokens, but refuses
+    # large batches.
     below = entropy.numel() - 1 - int(quantile * (entropy.numel() - 1))
     return entropy >= entropy.flatten().kthvalue(below + 1).values
 
 
 def _check_completions(who: str, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> None:
-    """Check what objectives of whole completions take: flat tokens, and one advantage per completion."""
+    """Check what objectives of whole completions take: flat tokens, and one advantage per
+    completion.
+    """
     flat(who, logp=logp)
     one_per(who, "completion", advantage=advantage)
     check_roles(who, {"logp": logp}, old_logp=old_logp, advantage=advantage)
 
 
 def _surrogate(
-    who: str, log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, ratio_cap: float = math.inf
+    who: str,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    clip_low: float,
+    clip_high: float,
+    ratio_cap: float = math.inf,
 ) -> tuple[Tensor, Stats]:
     within(who, Bound, clip_low=clip_low, clip_high=clip_high)
     require(
-        who, ratio_cap >= 1 + clip_high, "ratio_cap must be >= 1 + clip_high = {}, got {}", 1 + clip_high, ratio_cap
+        who,
+        ratio_cap >= 1 + clip_high,
+        "ratio_cap must be >= 1 + clip_high = {}, got {}",
+        1 + clip_high,
+        ratio_cap,
     )
     ratio = _ratio(log_ratio)
     capped, clipped = ratio.clamp(max=ratio_cap), ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -417,7 +478,9 @@ def _ratio(log_ratio: Tensor) -> Tensor:
 
 
 def _kl_of_coins(first: Tensor, second: Tensor) -> Tensor:
-    """KL divergence of two coins, by their log-probabilities of heads; infinite if only the second is certain."""
+    """KL divergence of two coins, by their log-probabilities of heads; infinite if only the second
+    is certain.
+    """
     first = first.clamp(max=0)
     second = second.clamp(max=0)
     other_side = -torch.expm1(first)
@@ -442,7 +505,11 @@ def _kl(who: str, difference: Tensor, kind: str) -> Tensor:
 def clip_stats(moved: Tensor, advantage: Tensor, low: float, high: float) -> Stats:
     """Flags of the tokens whose gradient the clip stops: down with A < 0, up with A > 0, either."""
     is_low, is_high = (moved < low) & (advantage < 0), (moved > high) & (advantage > 0)
-    flags = {"clip_ratio/low": is_low, "clip_ratio/high": is_high, "clip_ratio/region": is_low | is_high}
+    flags = {
+        "clip_ratio/low": is_low,
+        "clip_ratio/high": is_high,
+        "clip_ratio/region": is_low | is_high,
+    }
     return {name: flag.to(moved.dtype) for name, flag in flags.items()}
 
 

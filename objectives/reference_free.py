@@ -1,11 +1,13 @@
-"""Preference objectives that need no reference policy: the policy's own log-probabilities are the rewards.
+"""Preference objectives that need no reference policy: the policy's own log-probabilities are the
+rewards.
 
     z          log π(y_w|x) − log π(y_l|x) of whole completions, summed over their tokens
     m_w, m_l   (1/|y|) log π(y|x), the per-token means of both completions
 
-``chosen, rejected`` are the sums and ``mean_chosen, mean_rejected`` the means, in nats, both of one shape. As in
-`preference`, every function returns ``(loss, stats)`` with one entry per pair, and shapes that differ or
-hyper-parameters out of range raise ValueError. ``stats`` holds the rewards each function names.
+``chosen, rejected`` are the sums and ``mean_chosen, mean_rejected`` the means, in nats, both of one
+shape. As in `preference`, every function returns ``(loss, stats)`` with one entry per pair, and
+shapes that differ or hyper-parameters out of range raise ValueError. ``stats`` holds the rewards
+each function names.
 """
 
 import math
@@ -16,10 +18,24 @@ from torch import Tensor
 
 from .numerics import log_odds, power_score
 from .preference import logistic, reward_stats
-from .types import Margin, Noise, PerPair, Positive, Range, Stats, check_roles, one_per, require, same_shape, within
+from .types import (
+    Margin,
+    Noise,
+    PerPair,
+    Positive,
+    Range,
+    Stats,
+    check_roles,
+    one_per,
+    require,
+    same_shape,
+    within,
+)
 
 
-def cpo(chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: Noise = 0.0) -> tuple[PerPair, Stats]:
+def cpo(
+    chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: Noise = 0.0
+) -> tuple[PerPair, Stats]:
     """Contrastive preference optimization: DPO against a uniform reference.
 
         ℓ = −(1 − ε) log σ(βz) − ε log σ(−βz),  rewards β log π
@@ -33,13 +49,21 @@ def cpo(chosen: PerPair, rejected: PerPair, *, beta: Positive, label_smoothing: 
     """
     _check_pairs("cpo", chosen=chosen, rejected=rejected)
     within("cpo", Positive, beta=beta)
-    return logistic("cpo", beta * (chosen - rejected), label_smoothing), reward_stats(beta * chosen, beta * rejected)
+    return logistic("cpo", beta * (chosen - rejected), label_smoothing), reward_stats(
+        beta * chosen, beta * rejected
+    )
 
 
 def simpo(
-    mean_chosen: PerPair, mean_rejected: PerPair, *, beta: Positive, gamma: Margin, label_smoothing: Noise = 0.0
+    mean_chosen: PerPair,
+    mean_rejected: PerPair,
+    *,
+    beta: Positive,
+    gamma: Margin,
+    label_smoothing: Noise = 0.0,
 ) -> tuple[PerPair, Stats]:
-    """Simple preference optimization: rewards βm, normalized by length, that should differ by more than γ.
+    """Simple preference optimization: rewards βm, normalized by length, that should differ by more
+    than γ.
 
         ℓ = −(1 − ε) log σ(x) − ε log σ(−x),  x = β(m_w − m_l) − γ
 
@@ -53,7 +77,9 @@ def simpo(
     within("simpo", Positive, beta=beta)
     within("simpo", Margin, gamma=gamma)
     x = beta * (mean_chosen - mean_rejected) - gamma
-    return logistic("simpo", x, label_smoothing), reward_stats(beta * mean_chosen, beta * mean_rejected)
+    return logistic("simpo", x, label_smoothing), reward_stats(
+        beta * mean_chosen, beta * mean_rejected
+    )
 
 
 def alpha_po(
@@ -68,10 +94,11 @@ def alpha_po(
 
         ℓ = −log σ(r_w − r_l − γ),  r = β (1 − e^−αm) / α
 
-    α → 0 is SimPO. The reward is computed with expm1, so it does not cancel at small α. For α > 0 it falls
-    exponentially in −m: where e^−αm is beyond the cube root of the largest float (e²⁹ in float32, e²³⁶ in float64),
-    as for summed log-probabilities of −1000, it goes on along its tangent. There the order of two completions, a finite
-    loss and a finite gradient are kept, the exact size is not.
+    α → 0 is SimPO. The reward is computed with expm1, so it does not cancel at small α. For α > 0
+    it falls exponentially in −m: where e^−αm is beyond the cube root of the largest float (e²⁹ in
+    float32, e²³⁶ in float64), as for summed log-probabilities of −1000, it goes on along its
+    tangent. There the order of two completions, a finite loss and a finite gradient are kept, the
+    exact size is not.
 
     Args:
         gamma: γ ≥ 0, the target margin in units of reward.
@@ -85,16 +112,20 @@ def alpha_po(
     require("alpha_po", -math.inf < alpha < math.inf, "alpha must be finite, got {}", alpha)
     chosen_reward = beta * power_score(mean_chosen, alpha)
     rejected_reward = beta * power_score(mean_rejected, alpha)
-    return -F.logsigmoid(chosen_reward - rejected_reward - gamma), reward_stats(chosen_reward, rejected_reward)
+    return -F.logsigmoid(chosen_reward - rejected_reward - gamma), reward_stats(
+        chosen_reward, rejected_reward
+    )
 
 
 def orpo(mean_chosen: PerPair, mean_rejected: PerPair) -> tuple[PerPair, Stats]:
-    """Odds ratio preference optimization: the preference term, to be added to the likelihood of y_w.
+    """Odds ratio preference optimization: the preference term, to be added to the likelihood of
+    y_w.
 
         ℓ = −log σ(log [odds(y_w) / odds(y_l)]),  odds = p/(1 − p),  p = e^m,  rewards m
 
-    total = nll + λ · orpo; λ is a coefficient of the mix, and so the rewards are without it. A mean log-probability
-    closer to zero than machine epsilon is read as epsilon: no odds are infinite and no gradient is lost at p = 1.
+    total = nll + λ · orpo; λ is a coefficient of the mix, and so the rewards are without it. A mean
+    log-probability closer to zero than machine epsilon is read as epsilon: no odds are infinite and
+    no gradient is lost at p = 1.
 
     Paper: Hong et al. 2024, arXiv:2403.07691.
     """

@@ -19,7 +19,9 @@ def nll(logp: PerToken) -> tuple[PerToken, Stats]:
     return -logp, {}
 
 
-def label_smoothed_nll(logp: PerToken, mean_logp: PerToken, *, label_smoothing: Uniform) -> tuple[PerToken, Stats]:
+def label_smoothed_nll(
+    logp: PerToken, mean_logp: PerToken, *, label_smoothing: Uniform
+) -> tuple[PerToken, Stats]:
     """Cross-entropy against a target that gives ε of its mass to the whole vocabulary, evenly.
 
         ℓ = −(1 − ε) log p − ε · mean_v log p_v
@@ -39,7 +41,8 @@ def label_smoothed_nll(logp: PerToken, mean_logp: PerToken, *, label_smoothing: 
 
 
 def dft(logp: PerToken) -> tuple[PerToken, Stats]:
-    """Dynamic fine-tuning: the likelihood itself, not its logarithm, so rare tokens do not dominate the gradient.
+    """Dynamic fine-tuning: the likelihood itself, not its logarithm, so rare tokens do not dominate
+    the gradient.
 
         ℓ = −sg(p) log p,  whose gradient is −∇p
 

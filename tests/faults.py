@@ -1,7 +1,9 @@
-"""Every kind of fault that runs are put to, as a table: python tests/faults.py [word ...] [--record file.md]
+"""Every kind of fault that runs are put to, as a table: python tests/faults.py [word ...] [--record
+file.md]
 
-Of each kind: how many faults, how each ended, and seconds. A kind of which one ended otherwise has no row, and the
-command ends with an error. With ``--record`` the rows of these kinds take the place of those in the table of the file.
+Of each kind: how many faults, how each ended, and seconds. A kind of which one ended otherwise has
+no row, and the command ends with an error. With ``--record`` the rows of these kinds take the place
+of those in the table of the file.
 """
 
 import argparse
@@ -155,7 +157,19 @@ def of_servers(name):
 def of_tests(name):
     ending, tests = TESTS[name]
     places = [os.path.normpath(HERE / "loops" / test) for test in tests]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-m", "", "-p", "no:cacheprovider", *places]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n0",
+        "-m",
+        "",
+        "-p",
+        "no:cacheprovider",
+        *places,
+    ]
     ended = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
     passed = re.search(r"^(\d+) passed", ended.stdout, re.MULTILINE)
     assert ended.returncode == 0 and passed, ended.stdout[-5000:]
@@ -177,12 +191,21 @@ KINDS = {
 def rows_of(path):
     """The rows of the table in this file, by kind."""
     lines = path.read_text().splitlines() if path and path.exists() else []
-    return {line.split(" | ")[0].removeprefix("| "): line for line in lines if line.count(" | ") == 3}
+    return {
+        line.split(" | ")[0].removeprefix("| "): line for line in lines if line.count(" | ") == 3
+    }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="*", metavar="word", help="words, of which a kind has one in its name; or all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "kinds",
+        nargs="*",
+        metavar="word",
+        help="words, of which a kind has one in its name; or all",
+    )
     parser.add_argument("--record", type=Path, metavar="file.md")
     options = parser.parse_args()
     rows, failed = rows_of(options.record), []
@@ -201,7 +224,9 @@ def main():
         if options.record:
             table = [rows[kind] for kind in KINDS if kind in rows]
             total = sum(int(row.split(" | ")[1]) for row in table)
-            options.record.write_text(HEADER + "\n".join(table) + f"\n\n{total:,} faults of {len(table)} kinds.\n")
+            options.record.write_text(
+                HEADER + "\n".join(table) + f"\n\n{total:,} faults of {len(table)} kinds.\n"
+            )
     sys.exit(f"other ends of {', '.join(failed)}" if failed else 0)
 
 

@@ -1,14 +1,16 @@
-"""Record the numbers of every recipe and kernel, and compare them, bit by bit, with those of another tree.
+"""Record the numbers of every recipe and kernel, and compare them, bit by bit, with those of
+another tree.
 
     python tests/identity.py record FILE                        numbers of this tree, as JSON; status 1 if one fails
     python tests/identity.py compare FILE [NEWER]               differences to this tree, or between two files; status 1
     python tests/identity.py compare FILE --only '^(grpo|ppo)'  of the cases whose name matches
 
-Recipes take three optimizer steps on a tiny model through the command line, in float32 and under bfloat16 autocast, on
-one process and on two (gloo): all metrics, and a SHA-256 of every final weight. Kernels, which are listed in
-support/tools/identity_kernels.py, give a SHA-256 of every output and gradient. All runs on the CPU in one thread.
-Numbers depend on the processor and on packages: record both sides on one machine, and do not commit the file.
-After a flag is renamed, edit the tables; after a metric or a file is renamed, add it to `RENAMED`.
+Recipes take three optimizer steps on a tiny model through the command line, in float32 and under
+bfloat16 autocast, on one process and on two (gloo): all metrics, and a SHA-256 of every final
+weight. Kernels, which are listed in support/tools/identity_kernels.py, give a SHA-256 of every
+output and gradient. All runs on the CPU in one thread. Numbers depend on the processor and on
+packages: record both sides on one machine, and do not commit the file. After a flag is renamed,
+edit the tables; after a metric or a file is renamed, add it to `RENAMED`.
 """
 
 import argparse
@@ -31,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != HERE]  # transformers looks for `kernels`
+# transformers looks for `kernels`
+sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 ROOT = Path(pkgutil.resolve_name("burnish").__file__).parent
 for tests in (ROOT / "tests", HERE):  # those of an earlier tree may lie in one folder
     sys.path += [str(tests / "support"), *map(str, (tests / "support").glob("*/"))]
@@ -94,7 +97,8 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
     "grpo_gdpo": "grpo @online @split --reward_aggregation normalize --temperature 0.8 --top_k 240 "
     "--correction icepop",
     "grpo_mix": "grpo @online @split --loss '{clipped_surrogate: 1, entropy_bonus: 0.01, topr: 0.1, reinforce: 0.1}'",
-    "grpo_turns": "grpo @online --environment guess_number --limits.turns 3 --cache_bytes 1",  # one by one: same bits
+    # one by one: same bits
+    "grpo_turns": "grpo @online --environment guess_number --limits.turns 3 --cache_bytes 1",
     "gspo_truncated": "grpo @online --variant gspo --top_p 0.9 --correction sequence_tis --correction_high 0.6",
     "gspo_masked": "grpo @online --variant gspo --top_p 0.9 --correction sequence_mask",
     "gspo_mean_masked": "grpo @online --variant gspo --top_p 0.9 --correction geometric_mask --correction_low 0.901",
@@ -105,7 +109,11 @@ VARIANTS = {  # in float32 on one rank, in bfloat16 on two
 SKIPPED = ("step", "seconds", "sampling/seconds", "ranks/slowest", "ranks/excess_seconds")
 # Regular expression -> replacement, for names of cases and numbers in an older file.
 RENAMED = {"answer_surrogate": "completion_surrogate"}
-ENVIRONMENT = {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONHASHSEED": "0"} | dict.fromkeys(
+ENVIRONMENT = {
+    "ACCELERATE_USE_CPU": "true",
+    "CUDA_VISIBLE_DEVICES": "",
+    "PYTHONHASHSEED": "0",
+} | dict.fromkeys(
     ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TRITON_INTERPRET"), "1"
 )
 
@@ -139,7 +147,13 @@ def run_recipes(directory: Path, ranks: int, only: str) -> None:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             try:
-                failed = main([*expanded(command, directory / "inputs"), "--output", str(directory / "runs" / name)])
+                failed = main(
+                    [
+                        *expanded(command, directory / "inputs"),
+                        "--output",
+                        str(directory / "runs" / name),
+                    ]
+                )
             except (Exception, SystemExit):
                 failed = 1
                 traceback.print_exc()
@@ -169,22 +183,38 @@ def record(only: str) -> dict[str, Any]:
         for launcher in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]):
             command = [sys.executable, *launcher, __file__, "work", scratch, "--only", only]
             subprocess.run(command, env=environment, timeout=1800, check=True)
-        failed = {path.name: {"failed": path.read_text()} for path in (directory / "failed").iterdir()}
+        failed = {
+            path.name: {"failed": path.read_text()} for path in (directory / "failed").iterdir()
+        }
         for run in (directory / "runs").iterdir():
             cases[run.name] = failed.get(run.name) or metrics_of(run) | weights_of(run)
         for path in directory.glob("kernels.*"):
             cases |= json.loads(path.read_text())
-        inputs = [path.read_bytes() for path in sorted((directory / "inputs").rglob("*")) if path.is_file()]
+        inputs = [
+            path.read_bytes()
+            for path in sorted((directory / "inputs").rglob("*"))
+            if path.is_file()
+        ]
     processor = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text())[:1]
-    packages = [f"{name} {version(name)}" for name in ("torch", "triton", "transformers", "peft", "numpy")]
-    about = {"machine": [*processor, *packages], "inputs": hashlib.sha256(b"".join(inputs)).hexdigest()}
+    packages = [
+        f"{name} {version(name)}" for name in ("torch", "triton", "transformers", "peft", "numpy")
+    ]
+    about = {
+        "machine": [*processor, *packages],
+        "inputs": hashlib.sha256(b"".join(inputs)).hexdigest(),
+    }
     return about | {"cases": cases | failed}
 
 
 def metrics_of(run: Path) -> dict[str, str]:
     """step:metric -> hexadecimal number"""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    numbers = {f"{line['step']}:{name}": value for line in lines for name, value in line.items() if name not in SKIPPED}
+    numbers = {
+        f"{line['step']}:{name}": value
+        for line in lines
+        for name, value in line.items()
+        if name not in SKIPPED
+    }
     return {name: float(value).hex() for name, value in numbers.items()}
 
 
@@ -194,7 +224,8 @@ def weights_of(run: Path) -> dict[str, str]:
     for path in run.rglob("*.safetensors"):
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
-        file = re.sub(r"-[0-9a-f]{16}\.", ".", str(path.relative_to(run)))  # without a fingerprint of the data
+        # without a fingerprint of the data
+        file = re.sub(r"-[0-9a-f]{16}\.", ".", str(path.relative_to(run)))
         for name, about in json.loads(data[8:start]).items():
             if name != "__metadata__":
                 first, last = (start + offset for offset in about["data_offsets"])
@@ -222,16 +253,25 @@ def difference(before: dict[str, str], after: dict[str, str]) -> str:
     other = sorted(name for name in before.keys() & after.keys() if before[name] != after[name])
     parts = [f"{len(other)} of {len(before)} differ"]
     for name in other[:1]:
-        pair = (float.fromhex(x[name]) if "0x" in x[name] else x[name][:12] for x in (before, after))
+        pair = (
+            float.fromhex(x[name]) if "0x" in x[name] else x[name][:12] for x in (before, after)
+        )
         parts.append(f"{name} {' -> '.join(map(repr, pair))}")
-    for verb, names in (("lost", before.keys() - after.keys()), ("gained", after.keys() - before.keys())):
+    for verb, names in (
+        ("lost", before.keys() - after.keys()),
+        ("gained", after.keys() - before.keys()),
+    ):
         parts += [f"{verb} {', '.join(sorted(names))}"] if names else []
     return "; ".join(parts)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("action", choices=("record", "compare", "work"), help="work is one process of a recording")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "action", choices=("record", "compare", "work"), help="work is one process of a recording"
+    )
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--only", default="", metavar="REGEX", help="cases whose name matches")
     options = parser.parse_args()
@@ -244,7 +284,11 @@ def main() -> int:
         lines = list(differences(json.loads(file.read_text()), new, options.only))
     else:
         file.write_text(json.dumps(new, indent=1, sort_keys=True))
-        lines = [f"{case}: {numbers['failed']}" for case, numbers in new["cases"].items() if "failed" in numbers]
+        lines = [
+            f"{case}: {numbers['failed']}"
+            for case, numbers in new["cases"].items()
+            if "failed" in numbers
+        ]
     problem = "differ" if options.action == "compare" else "failed"
     print("\n".join([*lines, f"{len(new['cases'])} cases, {len(lines) or 'none'} {problem}"]))
     return 1 if lines else 0

@@ -3,11 +3,12 @@
     python tests/mutation.py [files of objectives/ ...]        writes benchmarks/results/mutation_objectives.json
     python tests/mutation.py --room kernels [--sample 60] [files of kernels/ ...]         ... mutation_kernels.json
 
-A mutant differs from the source in one comparison, operator, constant, sign, condition, or function. It is caught if
-any of its file's tests fails, or does not end: those of `tests/objectives` named after it, or of the peer comparisons;
-for torch's files of the kernels those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch
-loaded, the tests that caught one before first. A sample is spread evenly over all mutants of the files, the same in
-every run.
+A mutant differs from the source in one comparison, operator, constant, sign, condition, or
+function. It is caught if any of its file's tests fails, or does not end: those of
+`tests/objectives` named after it, or of the peer comparisons; for torch's files of the kernels
+those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch loaded, the
+tests that caught one before first. A sample is spread evenly over all mutants of the files, the
+same in every run.
 """
 
 import argparse
@@ -46,7 +47,14 @@ KERNEL_TESTS = {
 }
 LAST = ("sharding", "compile")  # these start processes, or compile
 
-COMPARISONS = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+COMPARISONS = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
 OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.BitAnd: ast.BitOr,
              ast.BitOr: ast.BitAnd}  # fmt: skip
 FUNCTIONS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "exp": "expm1", "log": "log1p",
@@ -60,7 +68,9 @@ def places(source: str) -> Iterator[tuple[int, int]]:
     tree = ast.parse(source)
     skipped = {id(part) for node in ast.walk(tree) for part in _not_behavior(node)}
     for number, node in enumerate(ast.walk(tree)):
-        yield from ((number, change) for change in range(0 if id(node) in skipped else _count(node)))
+        yield from (
+            (number, change) for change in range(0 if id(node) in skipped else _count(node))
+        )
 
 
 def mutant(source: str, number: int, change: int) -> tuple[int, str, str]:
@@ -125,7 +135,8 @@ def _apply(node: ast.AST, change: int) -> str:
     return f"{before.splitlines()[0]}  ->  {ast.unparse(node).splitlines()[0]}"
 
 
-# Tests of the compiler take most of a minute each, and what they compile is what the others run eagerly.
+# Tests of the compiler take most of a minute each, and what they compile is what the others run
+# eagerly.
 UNCOMPILED = "not compiled_tiles and not fullgraph_compile and not served_by_one_graph"
 QUIET = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 UNTYPED = ["-o", "addopts=--import-mode=importlib"]
@@ -134,7 +145,9 @@ PROCESSOR_SECONDS, SECONDS = 120, 900  # of all tests of a file: what takes long
 
 
 def caught(room: str, name: str, source: str, tree: Path) -> bool:
-    """Whether a test fails when ``room/name`` reads ``source``: first the quick ones, then those of the peer."""
+    """Whether a test fails when ``room/name`` reads ``source``: first the quick ones, then those of
+    the peer.
+    """
     target = tree / "burnish" / room / name
     original = target.read_text()
     target.write_text(source)
@@ -143,17 +156,26 @@ def caught(room: str, name: str, source: str, tree: Path) -> bool:
             options = ["-m", "not slow", "-k", UNCOMPILED]
             tests = KERNEL_TESTS[Path(name).stem]
             stages = [[t for t in tests if t not in LAST], [t for t in tests if t in LAST]]
-            files = [[f"tests/kernels/test_{test}.py" for test in stage] for stage in stages if stage]
-            return any(not passes([*stage, *options], target, tree, plugins=False) for stage in files)
+            files = [
+                [f"tests/kernels/test_{test}.py" for test in stage] for stage in stages if stage
+            ]
+            return any(
+                not passes([*stage, *options], target, tree, plugins=False) for stage in files
+            )
         quick, shared = _tests(Path(name).stem)
-        return not passes(quick, target, tree, plugins=False) or not passes([*quick, *shared], target, tree)
+        return not passes(quick, target, tree, plugins=False) or not passes(
+            [*quick, *shared], target, tree
+        )
     finally:
         target.write_text(original)
 
 
 def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) -> bool:
-    """Whether the tests pass; without ``plugins`` the types of functions are not checked, which takes a second."""
-    for stale in target.parent.glob(f"__pycache__/{target.stem}.*"):  # as old and as long as another mutant's
+    """Whether the tests pass; without ``plugins`` the types of functions are not checked, which
+    takes a second.
+    """
+    # as old and as long as another mutant's
+    for stale in target.parent.glob(f"__pycache__/{target.stem}.*"):
         stale.unlink()
     child = os.fork()
     if child == 0:
@@ -169,15 +191,21 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
             os.environ["PYTHONPATH"] = str(tree)  # of the processes that tests start
             os.environ |= {} if plugins else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
             order = [Order(tree / "seen")]
-            status = int(pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests], plugins=order))
+            status = int(
+                pytest.main([*QUIET, *(TYPED if plugins else UNTYPED), *tests], plugins=order)
+            )
         finally:
-            os._exit(status)  # never back into the caller, whose temporary directory it would remove
+            # never back into the caller, whose temporary directory it would remove
+            os._exit(status)
     return os.waitpid(child, 0)[1] == 0
 
 
 def import_for(room: str) -> None:
-    """Import what the tests of the room import, but for what is to be broken, once for all of their processes."""
-    os.environ["TRITON_INTERPRET"] = "1"  # as tests/conftest.py has it before anything imports Triton
+    """Import what the tests of the room import, but for what is to be broken, once for all of their
+    processes.
+    """
+    # as tests/conftest.py has it before anything imports Triton
+    os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
     if room == "objectives":
@@ -250,7 +278,8 @@ def copy_tree(room: str, tree: Path) -> None:
     shutil.copytree(ROOT / "tests" / "support", tree / "tests" / "support", ignore=no_cache)
     if room == "kernels":
         shutil.copy(ROOT / "tests" / "conftest.py", tree / "tests")
-        forked = tree / "tests" / "support" / "processes" / "forked.py"  # whose group failed, and so the test
+        # whose group failed, and so the test
+        forked = tree / "tests" / "support" / "processes" / "forked.py"
         forked.write_text(forked.read_text().replace("GRACE = 60.0", "GRACE = 0.0"))
     else:
         without = shutil.ignore_patterns("__pycache__", "results")
@@ -260,14 +289,18 @@ def copy_tree(room: str, tree: Path) -> None:
 def _tests(stem: str) -> tuple[list[str], list[str]]:
     """The tests of a file, and those that it shares with others."""
     folder = ROOT / "tests" / "objectives"
-    users = {"numerics": ["preference", "reference_free"], "types": ["preference", "sequence"]}.get(stem, [])
+    users = {"numerics": ["preference", "reference_free"], "types": ["preference", "sequence"]}.get(
+        stem, []
+    )
     own, shared = ([path for name in names for path in sorted(folder.glob(f"test_{name}*.py"))]
                    for names in ([stem, *users], ["peer"]))  # fmt: skip
     return tuple([f"tests/objectives/{path.name}" for path in paths] for paths in (own, shared))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Break the library on purpose, and count how often its tests notice.")
+    parser = argparse.ArgumentParser(
+        description="Break the library on purpose, and count how often its tests notice."
+    )
     parser.add_argument("files", nargs="*", help="files of the room; all of them if none is given")
     parser.add_argument("--room", choices=["objectives", "kernels"], default="objectives")
     parser.add_argument("--sample", type=int, metavar="N", help="so many mutants instead of all")

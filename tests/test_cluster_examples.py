@@ -64,10 +64,15 @@ time.sleep(60)
 
 @pytest.fixture
 def cluster(tmp_path):
-    """``cluster(burnish, signalled)`` queues the job until it asks for no further turn; returns the statuses."""
+    """``cluster(burnish, signalled)`` queues the job until it asks for no further turn; returns the
+    statuses.
+    """
 
     def submit(burnish, *words, signalled=False):
-        stand_ins = {"srun": SRUN.format(python=sys.executable, signalled=signalled), "scontrol": SCONTROL}
+        stand_ins = {
+            "srun": SRUN.format(python=sys.executable, signalled=signalled),
+            "scontrol": SCONTROL,
+        }
         for name, text in {**stand_ins, "burnish": burnish}.items():
             file = tmp_path / "bin" / name
             file.parent.mkdir(exist_ok=True)
@@ -79,7 +84,11 @@ def cluster(tmp_path):
         while len(statuses) < 4:
             turns = requeued.read_text() if requeued.exists() else ""
             done = subprocess.run(
-                [EXAMPLES / "slurm.sh", *words], cwd=tmp_path, env=os.environ | job, capture_output=True, text=True
+                [EXAMPLES / "slurm.sh", *words],
+                cwd=tmp_path,
+                env=os.environ | job,
+                capture_output=True,
+                text=True,
             )
             statuses.append((done.returncode, done.stderr[-2000:]))
             if (requeued.read_text() if requeued.exists() else "") == turns:
@@ -91,11 +100,15 @@ def cluster(tmp_path):
 
 def test_a_slurm_job_that_ends_with_75_is_queued_again_and_goes_on(cluster, tmp_path):
     status = "75 if sum(1 for _ in open('rank-0.jsonl')) < 3 and os.environ['RANK'] == '0' else 0"
-    statuses = cluster(BURNISH.format(python=sys.executable, status=status), "dpo", "--output", "two words")
+    statuses = cluster(
+        BURNISH.format(python=sys.executable, status=status), "dpo", "--output", "two words"
+    )
     assert [status for status, _ in statuses] == [75, 75, 0]
     assert (tmp_path / "requeued").read_text().split() == ["12345"] * 2
     for rank in "01":
-        calls = [json.loads(line) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()]
+        calls = [
+            json.loads(line) for line in (tmp_path / f"rank-{rank}.jsonl").read_text().splitlines()
+        ]
         environment = [rank, rank, "2", "127.0.0.1", str(20000 + 12345 % 10000)]
         assert calls == [[["dpo", "--output", "two words", "--resume", "true"], environment]] * 3
 
@@ -121,28 +134,63 @@ def test_the_signal_of_slurm_reaches_the_command_of_each_rank(cluster):
     assert [status for status, _ in statuses] == [75, 0]
 
 
-@pytest.mark.exhaustive  # ranks of one environment, and a signal to one or both of them, are tested in loops/runs
+# ranks of one environment, and a signal to one or both of them, are tested in loops/runs
+@pytest.mark.exhaustive
 def test_a_run_on_two_ranks_goes_on_after_slurm_has_preempted_it(cluster, tmp_path):
     model = save_model(tmp_path / "model")
     rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(16)]
     data = write_rows(tmp_path / "data.jsonl", rows)
     burnish = f'#!/bin/sh\nexec {sys.executable} -m burnish "$@"\n'
-    words = ["sft", "--model", str(model), "--data", str(data), "--output", "run", "--steps", "40", "--batch_size", "4"]
+    words = [
+        "sft",
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--output",
+        "run",
+        "--steps",
+        "40",
+        "--batch_size",
+        "4",
+    ]
     statuses = cluster(burnish, *words, signalled=True)
     assert [status for status, _ in statuses] == [75, 0], statuses
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == list(range(1, 41)) and (tmp_path / "run/model/model.safetensors").exists()
 
 
 # The keys of SkyPilot's task YAML, by its documentation.
-TASK = {"name", "workdir", "num_nodes", "resources", "envs", "secrets", "volumes", "file_mounts", "setup", "run"}
+TASK = {
+    "name",
+    "workdir",
+    "num_nodes",
+    "resources",
+    "envs",
+    "secrets",
+    "volumes",
+    "file_mounts",
+    "setup",
+    "run",
+}
 TASK |= {"config", "service", "event_callback"}
 
 
 def test_the_skypilot_task_has_the_keys_and_variables_of_its_documentation():
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
     assert task.keys() <= TASK and {"run", "resources", "num_nodes"} <= task.keys()
-    assert task["resources"].keys() <= {"accelerators", "use_spot", "infra", "disk_size", "cpus", "memory", "any_of"}
+    assert task["resources"].keys() <= {
+        "accelerators",
+        "use_spot",
+        "infra",
+        "disk_size",
+        "cpus",
+        "memory",
+        "any_of",
+    }
     assert re.fullmatch(r"\w+:\d+", task["resources"]["accelerators"])
     given = {"SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS", "SKYPILOT_NUM_GPUS_PER_NODE"}
     assert set(re.findall(r"\$\{?(\w+)", task["run"])) == given | task["envs"].keys()
@@ -168,13 +216,39 @@ def test_ray_train_runs_a_recipe_on_two_workers(tmp_path):
     model = save_model(tmp_path / "model")
     rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(8)]
     data, output = write_rows(tmp_path / "data.jsonl", rows), tmp_path / "run"
-    flags = ["--model", model, "--data", data, "--output", output, "--steps", "2", "--batch_size", "4"]
-    command = [sys.executable, EXAMPLES / "ray_train.py", "--cpu", "--workers", "2", "--storage", tmp_path / "ray"]
-    with tempfile.TemporaryDirectory(dir="/tmp") as short:  # for paths of sockets, which may have 107 characters
+    flags = [
+        "--model",
+        model,
+        "--data",
+        data,
+        "--output",
+        output,
+        "--steps",
+        "2",
+        "--batch_size",
+        "4",
+    ]
+    command = [
+        sys.executable,
+        EXAMPLES / "ray_train.py",
+        "--cpu",
+        "--workers",
+        "2",
+        "--storage",
+        tmp_path / "ray",
+    ]
+    # for paths of sockets, which may have 107 characters
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
         environment = {**os.environ, "RAY_TMPDIR": short}
         done = subprocess.run(
-            [*map(str, [*command, "sft", *flags])], env=environment, capture_output=True, text=True, timeout=500
+            [*map(str, [*command, "sft", *flags])],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=500,
         )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (output / "model/model.safetensors").exists()
-    assert [json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    assert [
+        json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2]

@@ -1,4 +1,6 @@
-"""The pages of docs/: their Python runs as printed, their commands parse, their links and anchors resolve."""
+"""The pages of docs/: their Python runs as printed, their commands parse, their links and anchors
+resolve.
+"""
 
 import re
 import shlex
@@ -31,8 +33,12 @@ def python_blocks(page):
 
 def commands(page):
     """The words of each line of code that calls ``burnish``, with its continued lines."""
-    code = "\n".join(re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", text(page), flags=re.S | re.M))
-    code += "\n" + "\n".join(re.findall(r"^    .*$", re.sub(r"^```.*?^```", "", text(page), flags=re.S | re.M), re.M))
+    code = "\n".join(
+        re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", text(page), flags=re.S | re.M)
+    )
+    code += "\n" + "\n".join(
+        re.findall(r"^    .*$", re.sub(r"^```.*?^```", "", text(page), flags=re.S | re.M), re.M)
+    )
     lines = code.replace("\\\n", " ").splitlines()
     found = [match[1] for line in lines if (match := re.match(PREFIXES + r"(burnish .*)$", line))]
     return [shlex.split(command, comments=True)[1:] for command in found]
@@ -82,7 +88,9 @@ def without_flag(words, flag):
 
 
 def complete(words):
-    """The flags of a command, with what a page leaves out: an ellipsis, its YAML file, settings that must be given."""
+    """The flags of a command, with what a page leaves out: an ellipsis, its YAML file, settings
+    that must be given.
+    """
     flags = [word for word in words if word not in ("...", "--dry_run")]
     if flags and not flags[0].startswith("--"):
         flags.insert(0, "--config")

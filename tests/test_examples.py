@@ -1,4 +1,6 @@
-"""The scripts of examples/: short, and each does what it says, on a small model and made-up rows."""
+"""The scripts of examples/: short, and each does what it says, on a small model and made-up
+rows.
+"""
 
 import json
 import math
@@ -65,19 +67,29 @@ def test_a_run_stops_when_the_held_out_loss_has_not_fallen_twice(start, rows, ru
 
 
 def test_the_best_model_is_that_of_the_lowest_held_out_loss(start, rows, run, tmp_path):
-    printed = run("best_model.py", start, rows("data", 24, 1), rows("held_out", 50, 2), tmp_path / "best")
+    printed = run(
+        "best_model.py", start, rows("data", 24, 1), rows("held_out", 50, 2), tmp_path / "best"
+    )
     (best,) = re.findall(r"best held-out loss ([\d.]+)", printed)
     import burnish
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     held_out = str(tmp_path / "held_out.jsonl")
-    run = iter(burnish.sft(model, held_out, eval_data=held_out, learning_rate=0.0, steps=1, micro_tokens=None))
+    run = iter(
+        burnish.sft(
+            model, held_out, eval_data=held_out, learning_rate=0.0, steps=1, micro_tokens=None
+        )
+    )
     assert f"{next(run).metrics['eval/loss']:.4f}" == best
 
 
 def test_a_metric_of_ones_own_is_logged_beside_the_others(start, rows, run, tmp_path):
-    printed = run("own_metric.py", start, rows("data", 1500, 1), rows("held_out", 40, 2), tmp_path / "run")
-    accuracies = [line["eval/accuracy"] for line in lines(tmp_path / "run") if "eval/accuracy" in line]
+    printed = run(
+        "own_metric.py", start, rows("data", 1500, 1), rows("held_out", 40, 2), tmp_path / "run"
+    )
+    accuracies = [
+        line["eval/accuracy"] for line in lines(tmp_path / "run") if "eval/accuracy" in line
+    ]
     assert len(accuracies) == 3 and accuracies[-1] > 0.9
     assert f"accuracy {accuracies[-1]:.2f}" in printed
 
@@ -98,27 +110,40 @@ def test_a_loss_of_ones_own_reads_a_column_of_the_data(start, rows, run, tmp_pat
     def with_margin(pairs):
         return [pair | {"margin": 2.0} for pair in pairs]
 
-    printed = run("own_loss.py", start, rows("pairs", 100, 1, with_margin), tmp_path / "run").splitlines()
-    losses = [float(line.split()[0]) for line in printed if re.fullmatch(r"\d\.\d{4} \d\.\d\d", line)]
+    printed = run(
+        "own_loss.py", start, rows("pairs", 100, 1, with_margin), tmp_path / "run"
+    ).splitlines()
+    losses = [
+        float(line.split()[0]) for line in printed if re.fullmatch(r"\d\.\d{4} \d\.\d\d", line)
+    ]
     assert losses[0] == pytest.approx(math.log(1 + math.e), abs=1e-4)  # no reward yet, α·margin = 1
     assert len(losses) == 5 and losses[-1] < losses[0]
 
 
 def test_the_averaged_model_is_saved(start, rows, run, tmp_path):
     run("ema.py", start, rows("data", 100, 1), tmp_path / "averaged")
-    before, averaged = (AutoModelForCausalLM.from_pretrained(path) for path in (start, tmp_path / "averaged"))
+    before, averaged = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (start, tmp_path / "averaged")
+    )
     assert not torch.equal(before.lm_head.weight, averaged.lm_head.weight)
 
 
 def test_new_tokens_are_learned_and_saved(start, rows, run, tmp_path):
     def with_token(pairs):
-        return [{"prompt": pair["prompt"], "completion": "<next>" + pair["chosen"]} for pair in pairs]
+        return [
+            {"prompt": pair["prompt"], "completion": "<next>" + pair["chosen"]} for pair in pairs
+        ]
 
     assert re.search(
-        r"loss 0\.\d+, 15 embeddings", run("new_tokens.py", start, rows("d", 1500, 1, with_token), tmp_path)
+        r"loss 0\.\d+, 15 embeddings",
+        run("new_tokens.py", start, rows("d", 1500, 1, with_token), tmp_path),
     )
-    model, tokenizer = (auto.from_pretrained(tmp_path / "model") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        auto.from_pretrained(tmp_path / "model") for auto in (AutoModelForCausalLM, AutoTokenizer)
+    )
     ids = tokenizer(["1234=", "9870="], return_tensors="pt").input_ids
     assert model.lm_head.weight.shape[0] == len(tokenizer) == 15
-    said = tokenizer.batch_decode(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)[:, 5:])
+    said = tokenizer.batch_decode(
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)[:, 5:]
+    )
     assert said == ["<next>5<eos>", "<next>1<eos>"]

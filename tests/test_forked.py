@@ -15,7 +15,9 @@ def be_rank(place):
 
 
 def alive(process):
-    """False for a process that has ended, though its new parent may not have asked for its status."""
+    """False for a process that has ended, though its new parent may not have asked for its
+    status.
+    """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -30,7 +32,9 @@ def until(condition, seconds=30.0):
 
 
 def finding(directory):
-    """The environment of a process that finds the modules of this directory, and those of tests/support."""
+    """The environment of a process that finds the modules of this directory, and those of
+    tests/support.
+    """
     support = (Path(__file__).parent / "support").iterdir()
     places = [str(directory), *map(str, support), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
@@ -40,7 +44,9 @@ def test_a_process_that_forked_ends_without_a_warning(tmp_path):
     (tmp_path / "greeter.py").write_text("def be_rank(): print('hello')")
     code = "from forked import run_forked; print(run_forked(2, 'greeter'))"
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", code]
-    done = subprocess.run(command, env=finding(tmp_path), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=finding(tmp_path), capture_output=True, text=True, timeout=600
+    )
     assert (done.stdout, done.stderr) == (r"[[0, 'hello\n'], [0, 'hello\n']]" + "\n", "")
 
 

@@ -60,9 +60,12 @@ def test_every_public_function_has_one_entry():
     public = [
         name
         for name, function in vars(objectives).items()
-        if callable(function) and getattr(function, "__module__", "").startswith("burnish.objectives")
+        if callable(function)
+        and getattr(function, "__module__", "").startswith("burnish.objectives")
     ]
-    assert sorted(re.findall(r"^### (\w+)$", PAGE.read_text(), flags=re.M)) == sorted(public), REMEDY
+    assert sorted(re.findall(r"^### (\w+)$", PAGE.read_text(), flags=re.M)) == sorted(public), (
+        REMEDY
+    )
 
 
 def test_every_loss_has_a_panel_or_a_reason_to_have_none():
@@ -84,14 +87,20 @@ def test_losses_are_drawn_with_their_gradients_and_all_curves_are_finite():
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_an_entry_says_what_it_is_for_and_of_what_unit(name):
     entry = ENTRIES[name]
-    assert entry.purpose.endswith("."), f"{name}: the docstring's first line should say in a sentence what it is for"
+    assert entry.purpose.endswith("."), (
+        f"{name}: the docstring's first line should say in a sentence what it is for"
+    )
     assert not re.match(r"→|.*→ *$", entry.unit) and entry.unit
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_a_loss_has_its_formula_and_its_paper(name):
-    assert "=" in ENTRIES[name].formula, f"{name}: the docstring should have its equation in an indented block"
-    assert ENTRIES[name].paper or name == "nll", f"{name}: the docstring should have a line `Paper: authors year, id`"
+    assert "=" in ENTRIES[name].formula, (
+        f"{name}: the docstring should have its equation in an indented block"
+    )
+    assert ENTRIES[name].paper or name == "nll", (
+        f"{name}: the docstring should have a line `Paper: authors year, id`"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +115,12 @@ def test_a_loss_has_its_formula_and_its_paper(name):
         ("plackett_luce", "completion", False, ["groups", "ranks"]),
         ("gspo", "token, completion → completion", False, ["log-probs of π_old", "advantages"]),
         ("forward_kl", "token", False, ["a teacher"]),
-        ("sampler_mismatch", "token → statistics", False, ["log-probs of π_old", "the sampler's log-probs"]),
+        (
+            "sampler_mismatch",
+            "token → statistics",
+            False,
+            ["log-probs of π_old", "the sampler's log-probs"],
+        ),
     ],
 )
 def test_units_and_needs_are_read_from_the_signature(name, unit, reference, needs):
@@ -115,7 +129,9 @@ def test_units_and_needs_are_read_from_the_signature(name, unit, reference, need
 
 
 def test_the_parts_of_a_docstring_are_told_apart():
-    def loss(logp: objectives.PerToken, *, beta: float = 1.0) -> tuple[objectives.PerToken, objectives.Stats]:
+    def loss(
+        logp: objectives.PerToken, *, beta: float = 1.0
+    ) -> tuple[objectives.PerToken, objectives.Stats]:
         """What it is for,
         in a sentence.
 
@@ -145,14 +161,19 @@ def test_the_parts_of_a_docstring_are_told_apart():
 def test_papers_and_names_become_links_but_code_does_not():
     page = "`dpo` of arXiv:2305.18290\n    `dpo` of arXiv:2305.18290\n``dpo`` and `else`\n"
     linked = "[`dpo`](#dpo) of [arXiv:2305.18290](https://arxiv.org/abs/2305.18290)"
-    assert gallery._linked(page, {"dpo"}) == f"{linked}\n    `dpo` of arXiv:2305.18290\n``dpo`` and `else`\n"
+    assert (
+        gallery._linked(page, {"dpo"})
+        == f"{linked}\n    `dpo` of arXiv:2305.18290\n``dpo`` and `else`\n"
+    )
 
 
 def test_every_link_of_the_page_leads_somewhere():
     page = PAGE.read_text()
     headings = set(re.findall(r"^#+ (\w+)$", page, flags=re.M))
     assert set(re.findall(r"\]\(#(\w+)\)", page)) <= headings
-    assert set(re.findall(r"\]\((gallery/[^)]+)\)", page)) == {f"gallery/{module}.png" for module in PICTURES}
+    assert set(re.findall(r"\]\((gallery/[^)]+)\)", page)) == {
+        f"gallery/{module}.png" for module in PICTURES
+    }
 
 
 def test_there_is_a_light_picture_of_every_module_that_has_panels():
@@ -164,7 +185,9 @@ def test_there_is_a_light_picture_of_every_module_that_has_panels():
 @pytest.mark.parametrize("module", DRAWN)
 def test_a_picture_shows_the_curves_of_today(module):
     assert module in PICTURES, REMEDY
-    assert same(shown_in(PICTURES[module]), gallery.samples(module)), f"{module}.png is stale; run: {gallery.COMMAND}"
+    assert same(shown_in(PICTURES[module]), gallery.samples(module)), (
+        f"{module}.png is stale; run: {gallery.COMMAND}"
+    )
 
 
 def test_a_curve_that_moved_is_told_from_rounding():
@@ -178,7 +201,9 @@ def test_a_curve_that_moved_is_told_from_rounding():
 
 def test_a_trace_is_the_function_and_its_derivative():
     square = Panel(Axis("x", -1.0, 2.0), {"": lambda x: x.square()})
-    lines = {name: torch.tensor(line, dtype=torch.float64) for name, line in trace(square, "").items()}
+    lines = {
+        name: torch.tensor(line, dtype=torch.float64) for name, line in trace(square, "").items()
+    }
     torch.testing.assert_close(lines["value"], lines["x"] ** 2)
     torch.testing.assert_close(lines["gradient"], 2 * lines["x"])
 

@@ -15,6 +15,8 @@ def test_all_values_of_any_two_factors_meet():
 
 
 def test_with_strength_1_every_value_is_there_and_the_longest_factor_is_enough():
-    assert [sorted(set(column)) for column in zip(*covering("abcde", strength=1), strict=True)] == [[0]] * 5
+    assert [sorted(set(column)) for column in zip(*covering("abcde", strength=1), strict=True)] == [
+        [0]
+    ] * 5
     chosen = covering([range(9), range(4)], strength=1)
     assert len(chosen) == 9 and sorted(Counter(c[1] for c in chosen).values()) == [2, 2, 2, 3]

@@ -11,11 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = {"objectives", "kernels", "data", "loops"}
 ARROWS = {"objectives": set(), "kernels": set(), "data": set(), "loops": ROOMS}
-THIRD_PARTY = {"objectives": {"torch", "jaxtyping"}, "kernels": {"torch", "triton"}}  # the others: what they need
+# the others: what they need
+THIRD_PARTY = {"objectives": {"torch", "jaxtyping"}, "kernels": {"torch", "triton"}}
 
 
 def imports(tree: ast.AST, package: tuple[str, ...]) -> list[tuple[bool, tuple[str, ...]]]:
-    """(relative, path) of every module or name imported anywhere in a file of the package; paths start at burnish."""
+    """(relative, path) of every module or name imported anywhere in a file of the package; paths
+    start at burnish.
+    """
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -29,7 +32,9 @@ def imports(tree: ast.AST, package: tuple[str, ...]) -> list[tuple[bool, tuple[s
 
 def holds_triton_kernels(tree: ast.AST) -> bool:
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return any("triton.jit" in ast.unparse(decorator) for f in functions for decorator in f.decorator_list)
+    return any(
+        "triton.jit" in ast.unparse(decorator) for f in functions for decorator in f.decorator_list
+    )
 
 
 def wrong_imports(file: str, source: str) -> list[str]:
@@ -54,7 +59,11 @@ def wrong_imports(file: str, source: str) -> list[str]:
 def test_rooms_import_along_the_arrows() -> None:
     files = [path for room in sorted(ROOMS) for path in sorted((ROOT / room).rglob("*.py"))]
     assert {path.relative_to(ROOT).parts[0] for path in files} == ROOMS
-    wrong = [line for path in files for line in wrong_imports(str(path.relative_to(ROOT)), path.read_text())]
+    wrong = [
+        line
+        for path in files
+        for line in wrong_imports(str(path.relative_to(ROOT)), path.read_text())
+    ]
     assert wrong == []
 
 
@@ -85,11 +94,17 @@ def test_the_walker_can_fail(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("objectives/x.py", "import math\nfrom torch import nn\nfrom .types import Stats\nfrom . import numerics"),
+        (
+            "objectives/x.py",
+            "import math\nfrom torch import nn\nfrom .types import Stats\nfrom . import numerics",
+        ),
         ("objectives/deep/x.py", "from ..types import Stats"),
         ("kernels/x.py", "import triton\n@triton.jit\ndef kernel(): ..."),
         ("data/x.py", "import datasets, transformers\nfrom .. import __version__"),
-        ("loops/x.py", "from .. import objectives\nfrom ..kernels import linear_logprob\nimport accelerate"),
+        (
+            "loops/x.py",
+            "from .. import objectives\nfrom ..kernels import linear_logprob\nimport accelerate",
+        ),
     ],
 )
 def test_the_walker_lets_good_imports_pass(file: str, source: str) -> None:
@@ -97,14 +112,22 @@ def test_the_walker_lets_good_imports_pass(file: str, source: str) -> None:
 
 
 def run(code: str, cwd: Path) -> str:
-    return subprocess.run([sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_importing_objectives_loads_torch_and_its_annotations_only(tmp_path: Path) -> None:
     code = "import json, sys, torch; before = set(sys.modules); import burnish.objectives; "
-    added = set(json.loads(run(code + "print(json.dumps(sorted(set(sys.modules) - before)))", tmp_path)))
+    added = set(
+        json.loads(run(code + "print(json.dumps(sorted(set(sys.modules) - before)))", tmp_path))
+    )
     # jaxtyping reads two more modules of numpy where torch has already loaded it
-    assert {name.partition(".")[0] for name in added} - sys.stdlib_module_names <= {"burnish", "jaxtyping", "numpy"}
+    assert {name.partition(".")[0] for name in added} - sys.stdlib_module_names <= {
+        "burnish",
+        "jaxtyping",
+        "numpy",
+    }
     assert not {f"burnish.{room}" for room in ROOMS - {"objectives"}} & added
 
 
@@ -114,12 +137,16 @@ def test_importing_objectives_costs_at_most_a_fifth_more_than_torch(tmp_path: Pa
     code = "from time import process_time as t; a = t(); import torch; b = t(); import burnish.objectives; "
     runs = [json.loads(run(code + "print([b - a, t() - b])", tmp_path)) for _ in range(3)]
     torch, more = (min(times) for times in zip(*runs, strict=True))
-    assert more <= 0.2 * torch, f"import torch {torch:.2f} s, and then import burnish.objectives {more:.2f} s"
+    assert more <= 0.2 * torch, (
+        f"import torch {torch:.2f} s, and then import burnish.objectives {more:.2f} s"
+    )
 
 
 @pytest.mark.slow
 def test_a_script_in_the_repository_root_does_not_load_our_kernels_under_the_name_of_another_package():
     script = "import transformers.activations, sys; import burnish.kernels; print(sorted(vars(sys.modules['kernels'])))"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert "linear_logprob" not in done.stdout

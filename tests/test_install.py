@@ -1,4 +1,6 @@
-"""An install for those who embed an objective or a kernel: torch, triton and jaxtyping, and nothing of training."""
+"""An install for those who embed an objective or a kernel: torch, triton and jaxtyping, and nothing
+of training.
+"""
 
 import json
 import re
@@ -15,7 +17,9 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-TRAINING = {re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["optional-dependencies"]["train"]}
+TRAINING = {
+    re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["optional-dependencies"]["train"]
+}
 EMBED = """
 import torch
 from burnish.kernels import linear_divergence, linear_logprob
@@ -62,11 +66,19 @@ def test_the_plain_install_has_torch_triton_and_jaxtyping():
 
 def test_only_vllm_and_the_tests_bound_torch_from_above():
     def bounds(requirements):
-        of_torch = [requirement for requirement in map(Requirement, requirements) if requirement.name == "torch"]
-        return sorted(clause.operator for requirement in of_torch for clause in requirement.specifier)
+        of_torch = [
+            requirement
+            for requirement in map(Requirement, requirements)
+            if requirement.name == "torch"
+        ]
+        return sorted(
+            clause.operator for requirement in of_torch for clause in requirement.specifier
+        )
 
     assert bounds(PROJECT["dependencies"]) == [">="]
-    capped = {name for name, extra in PROJECT["optional-dependencies"].items() if "<" in bounds(extra)}
+    capped = {
+        name for name, extra in PROJECT["optional-dependencies"].items() if "<" in bounds(extra)
+    }
     assert capped == {"vllm", "test"}
 
 
@@ -97,7 +109,9 @@ def required(requirements):
     while left:
         requirement = Requirement(left.pop())
         name = canonicalize_name(requirement.name)
-        if name not in names and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+        if name not in names and (
+            requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        ):
             names.add(name)
             left += metadata.requires(name) or []
     return names
@@ -105,15 +119,30 @@ def required(requirements):
 
 @pytest.mark.slow
 def test_a_fresh_environment_embeds_and_says_how_to_train(tmp_path, monkeypatch):
-    """Where there is nothing but the wheel and what its metadata name, which are those of this environment."""
+    """Where there is nothing but the wheel and what its metadata name, which are those of this
+    environment.
+    """
     monkeypatch.delenv("PYTHONPATH", raising=False)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    build = [*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(ROOT)]
+    build = [
+        *pip,
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(ROOT),
+    ]
     subprocess.run(build, check=True, timeout=600, cwd=tmp_path)
     venv.create(tmp_path / "fresh", with_pip=False)
     python, (wheel,) = str(tmp_path / "fresh/bin/python"), tmp_path.glob("*.whl")
     inside = [*pip, "--python", python]
-    subprocess.run([*inside, "install", "--no-deps", "--no-index", str(wheel)], check=True, timeout=600, cwd=tmp_path)
+    subprocess.run(
+        [*inside, "install", "--no-deps", "--no-index", str(wheel)],
+        check=True,
+        timeout=600,
+        cwd=tmp_path,
+    )
     (site,) = tmp_path.glob("fresh/lib/python*/site-packages")
     (burnish,) = metadata.distributions(path=[str(site)])
     names = required(burnish.requires)
@@ -123,9 +152,13 @@ def test_a_fresh_environment_embeds_and_says_how_to_train(tmp_path, monkeypatch)
             if not (site / entry).exists():  # packages may share a namespace
                 (site / entry).symlink_to(distribution.locate_file(entry))
     subprocess.run([*inside, "check"], check=True, timeout=600, cwd=tmp_path)
-    done = subprocess.run([python, "-W", "ignore", "-c", EMBED], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [python, "-W", "ignore", "-c", EMBED], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.stdout == "embedded True True\n", done.stderr
-    done = subprocess.run([str(tmp_path / "fresh/bin/burnish"), "sft"], capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [str(tmp_path / "fresh/bin/burnish"), "sft"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 1 and 'pip install "burnish[train]"' in done.stderr
 
 
@@ -143,15 +176,27 @@ linear_logprob()
 
 
 @pytest.mark.slow
-def test_an_editable_install_runs_where_the_files_are_and_is_seen_by_a_type_checker(tmp_path, monkeypatch):
-    """By README's own command, for a script outside of the checkout with five mistakes in five lines."""
+def test_an_editable_install_runs_where_the_files_are_and_is_seen_by_a_type_checker(
+    tmp_path, monkeypatch
+):
+    """By README's own command, for a script outside of the checkout with five mistakes in five
+    lines.
+    """
     monkeypatch.delenv("PYTHONPATH", raising=False)
     venv.create(tmp_path / "fresh", with_pip=False)
     python = str(tmp_path / "fresh/bin/python")
     (site,) = tmp_path.glob("fresh/lib/python*/site-packages")
     here = str(Path(metadata.distribution("torch").locate_file("")))
     (site / "packages_of_this_environment.pth").write_text(here + "\n")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--python", python]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "--python",
+        python,
+    ]
     install = [*pip, "install", "--no-deps", "--no-build-isolation", "-e", str(ROOT)]
     subprocess.run(install, check=True, timeout=600, cwd=tmp_path)
     (tmp_path / "user.py").write_text(USERS)
@@ -159,7 +204,16 @@ def test_an_editable_install_runs_where_the_files_are_and_is_seen_by_a_type_chec
     where = [python, "-c", "import burnish; print(burnish.__file__)"]
     done = subprocess.run(where, capture_output=True, text=True, cwd=tmp_path, check=True)
     assert Path(done.stdout.strip()) == ROOT / "__init__.py"
-    check = [sys.executable, "-m", "mypy", "--python-executable", python, "--cache-dir", str(tmp_path), "user.py"]
+    check = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        python,
+        "--cache-dir",
+        str(tmp_path),
+        "user.py",
+    ]
     done = subprocess.run(check, capture_output=True, text=True, cwd=tmp_path, timeout=600)
     mistaken = {int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line}
     assert mistaken == {6, 7, 8, 9, 10}, done.stdout + done.stderr

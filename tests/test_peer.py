@@ -1,4 +1,5 @@
-"""The peer's trainers and ours on the same rows in the same order: the same losses and gradients, step by step.
+"""The peer's trainers and ours on the same rows in the same order: the same losses and gradients,
+step by step.
 
 A case is a configuration of the peer's, which the command line translates to ours.
 """
@@ -27,36 +28,63 @@ from tiny import save_model, sums
 PAIRS = sums(16)
 COMPLETIONS = list(completions(iter(PAIRS)))
 PLAIN = [
-    {"prompt": f"{p['prompt'][0]['content']} ", **{k: p[k][0]["content"] for k in ("chosen", "rejected")}}
+    {
+        "prompt": f"{p['prompt'][0]['content']} ",
+        **{k: p[k][0]["content"] for k in ("chosen", "rejected")},
+    }
     for p in PAIRS
 ]
 MIX = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
 # In the way of DAPO: over completions, the first loss would be the sum of advantages, which is 0.
-SAMPLED = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "loss_type": "dapo"}
+SAMPLED = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "loss_type": "dapo",
+}
 SAMPLED |= {"epsilon_high": 0.28, "num_iterations": 2, "beta": 0.0}
 UNCLIPPED = {name: SAMPLED[name] for name in SAMPLED if name != "loss_type"}
-# Its loss is of log-probs at temperature 1, of pairs without ties; its gradient, of one micro-batch.
+# Its loss is of log-probs at temperature 1, of pairs without ties; its gradient, of one
+# micro-batch.
 ONLINE = {"temperature": 1.0, "max_new_tokens": 12}
 # Micro-batches of two, of rows of very different lengths.
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
 APO, CUT = {"loss_type": "apo_zero_unpaired"}, {"max_length": 60}
 # Each of 16 tokens, its EOS included: two in a row of 32.
 TEXTS = [{"text": "".join(random.Random(i).choices("abcdefg", k=15))} for i in range(16)]
-PACKED = {"packing": True, "max_length": 32, "per_device_train_batch_size": 2, "shuffle_dataset": False}
+PACKED = {
+    "packing": True,
+    "max_length": 32,
+    "per_device_train_batch_size": 2,
+    "shuffle_dataset": False,
+}
 CHATS = [
-    {"messages": [message for pair in PAIRS[i : i + 1 + i % 3] for message in pair["prompt"] + pair["chosen"]]}
+    {
+        "messages": [
+            message
+            for pair in PAIRS[i : i + 1 + i % 3]
+            for message in pair["prompt"] + pair["chosen"]
+        ]
+    }
     for i in range(16)
 ]
 AFTER = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]} for row in CHATS]
 LAST = [{"prompt": row["messages"][:-1], "completion": row["messages"][-1:]} for row in CHATS]
-MARKED = {"chat_template_path": str(Path(__file__).parent / "support/trl/marked.jinja"), "assistant_only_loss": True}
+MARKED = {
+    "chat_template_path": str(Path(__file__).parent / "support/trl/marked.jinja"),
+    "assistant_only_loss": True,
+}
 # In two micro-batches.
 HALVES = {**DRAWN, "gradient_accumulation_steps": 2, "beta": 0.0, "epsilon_high": 0.28}
 # Both estimate KTO's KL from the completions of other prompts; of two rows there is one choice.
 CASES = {
     "sft": ("sft", COMPLETIONS, {}),
     "sft by dft": ("sft", COMPLETIONS, {"loss_type": "dft"}),
-    "sft with smooth labels": ("sft", COMPLETIONS, {"loss_type": "chunked_nll", "label_smoothing_factor": 0.1}),
+    "sft with smooth labels": (
+        "sft",
+        COMPLETIONS,
+        {"loss_type": "chunked_nll", "label_smoothing_factor": 0.1},
+    ),
     "dpo": ("dpo", PAIRS, {"gradient_accumulation_steps": 2}),
     "dpo by another divergence": (
         *("dpo", PAIRS),
@@ -69,11 +97,19 @@ CASES = {
     "cpo": ("cpo", PLAIN, {"label_smoothing": 0.1}),
     "cpo by alphapo": ("cpo", PLAIN, {"loss_type": "alphapo", "alpha": 0.3}),
     "distill": ("distill", COMPLETIONS, {"lmbda": 0.0, "beta": 0.3, "temperature": 0.9}),
-    "distill on-policy": ("distill", COMPLETIONS, {"lmbda": 1.0, "beta": 0.3, "max_completion_length": 8}),
+    "distill on-policy": (
+        "distill",
+        COMPLETIONS,
+        {"lmbda": 1.0, "beta": 0.3, "max_completion_length": 8},
+    ),
     "kto": ("kto", halves(PAIRS), {"per_device_train_batch_size": 2}),
     "reward": ("reward", PAIRS, {"center_rewards_coefficient": 0.01}),
     "grpo": ("grpo", PROMPTS, SAMPLED),
-    "grpo by its reference": ("grpo", PROMPTS, {**SAMPLED, "beta": 0.1, "use_bias_correction_kl": True}),
+    "grpo by its reference": (
+        "grpo",
+        PROMPTS,
+        {**SAMPLED, "beta": 0.1, "use_bias_correction_kl": True},
+    ),
     "rloo": ("rloo", PROMPTS, {**UNCLIPPED, "beta": 0.05, "normalize_advantages": True}),
     "online_dpo": ("online_dpo", PROMPTS, ONLINE),
     "sft in uneven parts": ("sft", answers(UNEVEN), SPLIT),
@@ -99,25 +135,47 @@ CASES = {
     "sft of all messages": ("sft", CHATS, {}),
     "grpo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "grpo"}),
     "dapo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo"}),
-    "dr_grpo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "dr_grpo", "scale_rewards": False}),
+    "dr_grpo in parts": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "dr_grpo", "scale_rewards": False},
+    ),
     "cispo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "cispo", "epsilon_high": 5.0}),
     "sapo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "sapo"}),
     "vespo in parts": ("grpo", PROMPTS, {**HALVES, "loss_type": "vespo"}),
     "bnpo": ("grpo", PROMPTS, {**SAMPLED, "loss_type": "bnpo"}),
-    "gspo": ("grpo", PROMPTS, {**HALVES, "loss_type": "grpo", "importance_sampling_level": "sequence"}),
-    "grpo of a batch's scale": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo", "scale_rewards": "batch"}),
-    "grpo without a scale": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo", "scale_rewards": "none"}),
+    "gspo": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "grpo", "importance_sampling_level": "sequence"},
+    ),
+    "grpo of a batch's scale": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "dapo", "scale_rewards": "batch"},
+    ),
+    "grpo without a scale": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "dapo", "scale_rewards": "none"},
+    ),
     "grpo with a bound on ratios": (
         "grpo",
         PROMPTS,
         {**HALVES, "loss_type": "dapo", "epsilon_high": 0.04, "delta": 1.05},
     ),
-    "grpo of what ended": ("grpo", PROMPTS, {**HALVES, "loss_type": "dapo", "mask_truncated_completions": True}),
+    "grpo of what ended": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "dapo", "mask_truncated_completions": True},
+    ),
 }
 # Of the peer, where it is not the recipe's.
 PEERS = {"distill on-policy": "trl:Distillation"}
 # The peer has conversations, or prompts, where ours reads their parts.
-ROWS_OF_PEERS = {"distill": [{"messages": row["prompt"] + row["completion"]} for row in COMPLETIONS]}
+ROWS_OF_PEERS = {
+    "distill": [{"messages": row["prompt"] + row["completion"]} for row in COMPLETIONS]
+}
 ROWS_OF_PEERS |= {"distill on-policy": PROMPTS}
 # Ours, where the note at the start says what is to be set.
 CHANGES = {
@@ -139,8 +197,14 @@ def alone(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_a_configuration_of_the_peer_trains_as_its_trainer_does(case, tmp_path):
     recipe, rows, settings = CASES[case]
-    parts = {"peer": PEERS.get(case), "rows_of_peer": ROWS_OF_PEERS.get(case), "changes": CHANGES.get(case)}
-    steps, log = train_both(recipe, rows, settings, save_model(tmp_path / "model"), tmp_path, **parts)
+    parts = {
+        "peer": PEERS.get(case),
+        "rows_of_peer": ROWS_OF_PEERS.get(case),
+        "changes": CHANGES.get(case),
+    }
+    steps, log = train_both(
+        recipe, rows, settings, save_model(tmp_path / "model"), tmp_path, **parts
+    )
     assert_alike(
         steps, log, told=AGREEMENT if recipe != "online_dpo" else 1e-4
     )  # of which the peer tells four decimals
@@ -160,7 +224,9 @@ def test_the_odds_ratio_alone_trains_as_that_of_the_peer(tmp_path):
     ORPOTrainer.__module__ = orpo.__name__
     parts = {"peer": ORPOTrainer, "changes": {"loss": {"orpo": 0.7}}}
     settings = {"beta": 0.7, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-    steps, log = train_both("dpo", UNEVEN, settings, save_model(tmp_path / "model"), tmp_path, **parts)
+    steps, log = train_both(
+        "dpo", UNEVEN, settings, save_model(tmp_path / "model"), tmp_path, **parts
+    )
     assert_alike(steps, log)
 
 
@@ -178,23 +244,36 @@ EVALUATED = {
 @pytest.mark.parametrize("case", EVALUATED)
 def test_evaluations_are_those_of_the_peer_in_one_batch(case, tmp_path):
     recipe, rows, held_out, settings = EVALUATED[case]
-    settings = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 8, **settings}
-    _, log = train_both(recipe, rows, settings, save_model(tmp_path / "model"), tmp_path, held_out=held_out)
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 8,
+        **settings,
+    }
+    _, log = train_both(
+        recipe, rows, settings, save_model(tmp_path / "model"), tmp_path, held_out=held_out
+    )
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     ours = [line for line in lines if "eval/loss" in line][1:]  # without that before the first step
     peers = [line for line in log if "eval_loss" in line]
     assert [line["step"] for line in ours] == [line["step"] for line in peers] == [2, 4]
-    names = {name.removeprefix("eval/") for name in ours[0]} & {name.removeprefix("eval_") for name in peers[0]}
+    names = {name.removeprefix("eval/") for name in ours[0]} & {
+        name.removeprefix("eval_") for name in peers[0]
+    }
     assert len(names - {"step"}) >= (2 if case == "sft" else 4)
     for line, peer in zip(ours, peers, strict=True):
         for name in names - {"step"}:
-            assert line[f"eval/{name}"] == pytest.approx(peer[f"eval_{name}"], rel=1e-4, abs=1e-4), name
+            assert line[f"eval/{name}"] == pytest.approx(
+                peer[f"eval_{name}"], rel=1e-4, abs=1e-4
+            ), name
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 def test_noise_on_embeddings_is_as_large_as_that_of_the_peer(tmp_path, monkeypatch):
-    """On one sequence a step, with noise that is a function of the place; the last of 16 tokens is no input of ours."""
+    """On one sequence a step, with noise that is a function of the place; the last of 16 tokens is
+    no input of ours.
+    """
 
     def fixed(self, low=0.0, high=1.0, **options):
         wave = torch.arange(self.numel(), dtype=self.dtype).mul(0.7).sin().view_as(self)
@@ -202,7 +281,10 @@ def test_noise_on_embeddings_is_as_large_as_that_of_the_peer(tmp_path, monkeypat
 
     saved = save_model(tmp_path / "model")
     monkeypatch.setattr(torch.Tensor, "uniform_", fixed)
-    quiet, changes = {"per_device_train_batch_size": 1}, {"neftune_noise_alpha": 30 * (15 / 16) ** 0.5}
+    quiet, changes = (
+        {"per_device_train_batch_size": 1},
+        {"neftune_noise_alpha": 30 * (15 / 16) ** 0.5},
+    )
     noisy = {**quiet, "neftune_noise_alpha": 30.0}
     steps, log = train_both("sft", TEXTS, noisy, saved, tmp_path / "noisy", changes=changes)
     assert_alike(steps, log)
@@ -212,6 +294,10 @@ def test_noise_on_embeddings_is_as_large_as_that_of_the_peer(tmp_path, monkeypat
 
 @pytest.mark.slow
 def test_two_ranks_train_as_two_ranks_of_the_peer(tmp_path):
-    """The loss, the norm of the gradient and every metric that both have, of steps of several micro-batches."""
-    for status, printed in run_forked(2, "both", str(save_model(tmp_path / "model")), str(tmp_path)):
+    """The loss, the norm of the gradient and every metric that both have, of steps of several
+    micro-batches.
+    """
+    for status, printed in run_forked(
+        2, "both", str(save_model(tmp_path / "model")), str(tmp_path)
+    ):
         assert status == 0, printed[-3000:]

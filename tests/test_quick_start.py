@@ -1,4 +1,6 @@
-"""The quick starts of the peer's README, and ours for the same: none is longer, and each runs as it is printed."""
+"""The quick starts of the peer's README, and ours for the same: none is longer, and each runs as it
+is printed.
+"""
 
 import importlib.metadata
 import io
@@ -58,9 +60,16 @@ DATA = {
 
 def theirs():
     """By the trainer, or the command, the code of the peer's README."""
-    readme = str(importlib.metadata.metadata("trl").get_payload() or importlib.metadata.metadata("trl")["Description"])
+    readme = str(
+        importlib.metadata.metadata("trl").get_payload()
+        or importlib.metadata.metadata("trl")["Description"]
+    )
     blocks = re.findall(r"```(python|bash)\n(.*?)```", readme, re.S)
-    python = [code for language, code in blocks if language == "python" and "Trainer(" in code and ".train()" in code]
+    python = [
+        code
+        for language, code in blocks
+        if language == "python" and "Trainer(" in code and ".train()" in code
+    ]
     shell = [code for language, code in blocks if language == "bash" and code.startswith("trl ")]
     found = {re.search(r"(\w+Trainer)\(", code)[1]: code for code in python}
     return found | {code.split()[1]: code for code in shell}
@@ -71,7 +80,11 @@ def length(code):
     words = shlex.split(code.replace("\\\n", " "))
     if words[0] not in ("trl", "burnish"):
         kinds = (tokenize.NAME, tokenize.OP, tokenize.STRING, tokenize.NUMBER)
-        words = [token for token in tokenize.generate_tokens(io.StringIO(code).readline) if token.type in kinds]
+        words = [
+            token
+            for token in tokenize.generate_tokens(io.StringIO(code).readline)
+            if token.type in kinds
+        ]
     return len([line for line in code.splitlines() if line.strip()]), len(words)
 
 

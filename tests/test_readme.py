@@ -56,11 +56,15 @@ def test_a_loop_learns_from_a_reward(names):
     # A random model earns nothing from right answers, and no group would vary.
     exec(LOOP.replace("float(completion.strip() == answer)", "float(len(completion))"), names)
     assert names["metrics"]["grad_norm"] > 0 and not names["metrics"]["skipped"]
-    assert len(names["rollout"]) == 64 and {sample.oldest for sample in names["rollout"].samples} == {1}
+    assert len(names["rollout"]) == 64 and {
+        sample.oldest for sample in names["rollout"].samples
+    } == {1}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch can't register devices from Python")
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="this torch can't register devices from Python"
+)
 def test_where_there_is_an_accelerator_both_run_on_it(tmp_path):
     ((status, printed),) = run_forked(1, "rank_on_page", str(tmp_path), PAIRS, LOOP)
     assert status == 0, printed[-3000:]
@@ -68,12 +72,18 @@ def test_where_there_is_an_accelerator_both_run_on_it(tmp_path):
 
 def test_an_objective_and_a_kernel_embed_in_a_plain_loop():
     torch.manual_seed(0)
-    pairs = {f"{a}{b}": torch.randn(4, requires_grad=True) for a in ("", "ref_") for b in ("chosen", "rejected")}
+    pairs = {
+        f"{a}{b}": torch.randn(4, requires_grad=True)
+        for a in ("", "ref_")
+        for b in ("chosen", "rejected")
+    }
     head, hidden = torch.nn.Linear(8, 50, bias=False), torch.randn(5, 8, requires_grad=True)
     names = {**pairs, "hidden": hidden, "lm_head": head, "target": torch.arange(5)}
     exec(EMBEDDED, names)
     logits = hidden.detach() @ head.weight.T
-    torch.testing.assert_close(names["logprob"], logits.log_softmax(-1)[torch.arange(5), torch.arange(5)])
+    torch.testing.assert_close(
+        names["logprob"], logits.log_softmax(-1)[torch.arange(5), torch.arange(5)]
+    )
     assert hidden.grad.abs().min() > 0 and pairs["chosen"].grad.abs().min() > 0
 
 
@@ -85,6 +95,8 @@ def test_two_heads_are_compared():
     exec(DIVERGENCE, names)
     student = (hidden @ head.weight.T).log_softmax(-1)
     teacher = (names["teacher_hidden"] @ names["teacher_head"].weight.T)[:, :50].log_softmax(-1)
-    expected = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
+    expected = torch.nn.functional.kl_div(student, teacher, log_target=True, reduction="none").sum(
+        -1
+    )
     torch.testing.assert_close(names["divergence"], expected)
     assert hidden.grad.abs().min() > 0

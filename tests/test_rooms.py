@@ -12,9 +12,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ROOMS = ("objectives", "kernels", "data", "loops", "benchmarks")
-SHIPPED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+SHIPPED = set(
+    tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+)
 
-# The floors of loops/, lowest first. A room imports from lower floors only, and a recipe from no other recipe.
+# The floors of loops/, lowest first. A room imports from lower floors only, and a recipe from no
+# other recipe.
 FLOORS = [
     {"lines", "own_code", "redaction", "versions"},
     {"registry"},
@@ -47,7 +50,9 @@ def room_of(path: Path) -> str:
 
 
 def imported(path: Path, module: ast.Module) -> Iterator[Path]:
-    """Files and folders of loops/ that a file imports from, relative to the root; not the package itself."""
+    """Files and folders of loops/ that a file imports from, relative to the root; not the package
+    itself.
+    """
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.level:
             above = path.parents[node.level - 1]
@@ -65,7 +70,11 @@ def arrows(path: Path, module: ast.Module) -> list[str]:
     here, wrong = room_of(path), []
     for target in imported(path, module):
         there = room_of(target)
-        recipe = here == there == "recipes" and target.with_suffix("").name != "settings" and path.name != "demo.py"
+        recipe = (
+            here == there == "recipes"
+            and target.with_suffix("").name != "settings"
+            and path.name != "demo.py"
+        )
         if (here != there and FLOOR[there] >= FLOOR[here]) or recipe:
             wrong.append(f"{path} imports {target}")
     return wrong
@@ -93,7 +102,9 @@ def test_an_arrow_up_or_sideways_is_seen(path: str, code: str) -> None:
 
 def test_no_files_of_loops_import_each_other_in_a_circle_not_even_for_type_checkers() -> None:
     paths = [path for path in files("loops") if path != Path("loops/__init__.py")]
-    TopologicalSorter({path.with_suffix(""): imported(path, tree(path)) for path in paths}).prepare()
+    TopologicalSorter(
+        {path.with_suffix(""): imported(path, tree(path)) for path in paths}
+    ).prepare()
 
 
 def named_types(module: ast.Module) -> Iterator[str]:
@@ -113,5 +124,7 @@ def test_a_public_type_has_one_meaning() -> None:
         for path in files(room):
             for name in named_types(tree(path)):
                 homes[name].append(str(path))
-    doubled = {name: paths for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")}
+    doubled = {
+        name: paths for name, paths in homes.items() if len(paths) > 1 and not name.startswith("_")
+    }
     assert doubled == {}

@@ -2,9 +2,10 @@
 
     python tests/walks.py       both walks, a line for each file with the functions that ran in it
 
-A DPO micro-batch is followed through `train_step`; a GRPO sample from the request for a rollout until `train_step`
-begins, where the policy's own module samples. Counted are functions, methods and properties, but not comprehensions
-and lambdas, in the second step, when caches are filled. Helpers of arguments and dtypes count as much as the rest.
+A DPO micro-batch is followed through `train_step`; a GRPO sample from the request for a rollout
+until `train_step` begins, where the policy's own module samples. Counted are functions, methods and
+properties, but not comprehensions and lambdas, in the second step, when caches are filled. Helpers
+of arguments and dtypes count as much as the rest.
 """
 
 import sys
@@ -23,11 +24,17 @@ ROOMS = ("objectives", "kernels", "data", "loops")
 
 @contextmanager
 def followed(met):
-    """Add the library's functions that are called meanwhile, in any thread, to ``met``: {file: {function}}."""
+    """Add the library's functions that are called meanwhile, in any thread, to ``met``: {file:
+    {function}}.
+    """
 
     def note(frame, event, argument):
         path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(ROOT) and not frame.f_code.co_name.startswith("<"):
+        if (
+            event == "call"
+            and path.is_relative_to(ROOT)
+            and not frame.f_code.co_name.startswith("<")
+        ):
             path = path.relative_to(ROOT)
             if path.parts[0] in ROOMS:
                 met[str(path)].add(frame.f_code.co_qualname)
@@ -63,7 +70,9 @@ def dpo(directory):
 
     met = defaultdict(set)
     model, data = save_model(directory / "start"), write_rows(directory / "pairs.jsonl", sums(8))
-    training = open_dpo(DPO(model=str(model), data=str(data), output=str(directory / "run"), batch_size=4, steps=2))
+    training = open_dpo(
+        DPO(model=str(model), data=str(data), output=str(directory / "run"), batch_size=4, steps=2)
+    )
     with patch.object(step, "train_step", second_call(step.train_step, met)):
         training.train()
     return met
@@ -76,7 +85,9 @@ def grpo(directory):
     from online import prepare
 
     met = defaultdict(set)
-    training = open_grpo(GRPO(**{**prepare(directory), "output": str(directory / "run"), "steps": 2}))
+    training = open_grpo(
+        GRPO(**{**prepare(directory), "output": str(directory / "run"), "steps": 2})
+    )
     with patch.object(RolloutFeed, "__call__", second_call(RolloutFeed.__call__, met)):
         training.train()
     return met

@@ -1,8 +1,9 @@
 """setuptools, whose editable install is one that type checkers see, too.
 
-The root of the repository is the package, so an editable install finds it by an import hook, which mypy and pyright
-don't run. Beside that hook, this backend gives them a directory that holds nothing but a link ``burnish`` to the root.
-The hook comes first, so that Python itself imports the files where they are.
+The root of the repository is the package, so an editable install finds it by an import hook, which
+mypy and pyright don't run. Beside that hook, this backend gives them a directory that holds nothing
+but a link ``burnish`` to the root. The hook comes first, so that Python itself imports the files
+where they are.
 """
 
 import base64
@@ -20,8 +21,12 @@ _ROOT = Path(__file__).resolve().parents[1]
 _LINKS = _ROOT / "build/editable"
 
 
-def build_editable(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
-    """The wheel of an editable install, as PEP 660 has it; setuptools' own where links can't be made."""
+def build_editable(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    """The wheel of an editable install, as PEP 660 has it; setuptools' own where links can't be
+    made.
+    """
     name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     try:
         _link()
@@ -48,7 +53,11 @@ def _add_path(wheel: Path) -> None:
     if hook is None:  # setuptools has another way, which needs no help
         return
     first = f"lambda finder: getattr(finder, '__module__', '') != {hook[1]!r}"
-    lines = [files[path_file].decode().strip(), f"import sys; sys.meta_path.sort(key={first})", str(_LINKS)]
+    lines = [
+        files[path_file].decode().strip(),
+        f"import sys; sys.meta_path.sort(key={first})",
+        str(_LINKS),
+    ]
     files[path_file] = "\n".join([*lines, ""]).encode()
     files[record] = _recorded(files[record].decode(), path_file, files[path_file])
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:

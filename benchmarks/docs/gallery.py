@@ -2,9 +2,10 @@
 
     python -m burnish.benchmarks.docs.gallery
 
-writes objectives/GALLERY.md and one picture per module under objectives/gallery. The words come from docstrings and
-signatures, the curves from calls of the functions, see `panels`. A picture carries samples of the curves it shows, in
-its PNG text, so that a test can tell whether it is still true.
+writes objectives/GALLERY.md and one picture per module under objectives/gallery. The words come
+from docstrings and signatures, the curves from calls of the functions, see `panels`. A picture
+carries samples of the curves it shows, in its PNG text, so that a test can tell whether it is still
+true.
 """
 
 import inspect
@@ -90,8 +91,14 @@ class Entry:
 
     @cached_property
     def formula(self) -> str:
-        """The first indented block of the docstring, or what its first line says after ``: ℓ =``."""
-        blocks = [block for block in self._blocks if all(line.startswith("    ") for line in block.splitlines())]
+        """The first indented block of the docstring, or what its first line says after
+        ``: ℓ =``.
+        """
+        blocks = [
+            block
+            for block in self._blocks
+            if all(line.startswith("    ") for line in block.splitlines())
+        ]
         return inspect.cleandoc(blocks[0]) if blocks else self._first_line[1]
 
     @cached_property
@@ -102,7 +109,11 @@ class Entry:
     def arguments(self) -> list[str]:
         """The lines of ``Args:``, names as code."""
         lines = inspect.cleandoc(self._block("Args:").removeprefix("Args:"))
-        return [re.sub(r"^([\w, ]+):", r"`\1`:", _one_line(line)) for line in re.split(r"\n(?! )", lines) if line]
+        return [
+            re.sub(r"^([\w, ]+):", r"`\1`:", _one_line(line))
+            for line in re.split(r"\n(?! )", lines)
+            if line
+        ]
 
     @property
     def call(self) -> str:
@@ -120,7 +131,10 @@ class Entry:
     def unit(self) -> str:
         """The unit of its entries, in and out: a token, a completion, a pair."""
         units = [_unit(parameter.annotation) for parameter in self.signature.parameters.values()]
-        read = ", ".join(dict.fromkeys(unit for unit in units if unit not in ("", "batch"))) or "any shape"
+        read = (
+            ", ".join(dict.fromkeys(unit for unit in units if unit not in ("", "batch")))
+            or "any shape"
+        )
         returned = self.signature.return_annotation
         made = _unit(get_args(returned)[0] if get_origin(returned) is tuple else returned)
         if get_origin(returned) is dict:
@@ -136,7 +150,9 @@ class Entry:
     def needs(self) -> list[str]:
         parameters = self.signature.parameters.items()
         found = [_NEEDS[name] for name, _ in parameters if name in _NEEDS]
-        found += ["one number for the whole step" for _, p in parameters if _unit(p.annotation) == "batch"]
+        found += [
+            "one number for the whole step" for _, p in parameters if _unit(p.annotation) == "batch"
+        ]
         return list(dict.fromkeys(found))
 
     @cached_property
@@ -153,8 +169,12 @@ class Entry:
 
 
 def entries() -> dict[str, list[Entry]]:
-    """The public functions of each module, in the order of the package's docstring and of the source."""
-    public = [Entry(function) for function in vars(objectives).values() if inspect.isfunction(function)]
+    """The public functions of each module, in the order of the package's docstring and of the
+    source.
+    """
+    public = [
+        Entry(function) for function in vars(objectives).values() if inspect.isfunction(function)
+    ]
     public.sort(key=lambda entry: inspect.unwrap(entry.function).__code__.co_firstlineno)
     modules = re.findall(r"^ +(\w+)  ", objectives.__doc__ or "", flags=re.M)
     modules += sorted({entry.module for entry in public} - set(modules))
@@ -209,7 +229,8 @@ def panels_of(module: str) -> dict[str, Panel]:
 def draw(module: str, picture: Path) -> None:
     """One panel per drawn function of a module."""
     panels = panels_of(module)
-    columns = min(len(panels), min((4, 3), key=lambda columns: -len(panels) % columns))  # the fewest gaps
+    # the fewest gaps
+    columns = min(len(panels), min((4, 3), key=lambda columns: -len(panels) % columns))
     rows = -(-len(panels) // columns)
     drawing = figure(_WIDTH * columns, _HEIGHT * rows + 0.25)
     all_axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
@@ -218,13 +239,24 @@ def draw(module: str, picture: Path) -> None:
     for axes in all_axes[len(panels) :]:
         axes.remove()
     if any(panel.of == "loss" for panel in panels.values()):
-        styles: list[dict[str, Any]] = [{"linewidth": 2}, {"linewidth": 1, "linestyle": (0, (4, 2))}]
+        styles: list[dict[str, Any]] = [
+            {"linewidth": 2},
+            {"linewidth": 1, "linestyle": (0, (4, 2))},
+        ]
         lines = [Line2D([], [], color=_INK, **style) for style in styles]
-        drawing.legend(lines, ["loss", "gradient"], loc="outside upper right", ncols=2, frameon=False, fontsize=8)
+        drawing.legend(
+            lines,
+            ["loss", "gradient"],
+            loc="outside upper right",
+            ncols=2,
+            frameon=False,
+            fontsize=8,
+        )
     drawn, words = BytesIO(), PngInfo()
     drawing.savefig(drawn, dpi=130)
     words.add_text(SAMPLES, json.dumps(samples(module)), zip=True)
-    colors = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)  # a third as large, looks the same
+    # a third as large, looks the same
+    colors = Image.open(drawn).convert("RGB").quantize(64, dither=Image.Dither.NONE)
     colors.save(picture, pnginfo=words, optimize=True)
 
 
@@ -247,18 +279,26 @@ def _draw_panel(axes: Axes, name: str, panel: Panel) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
     if any(panel.curves):
-        axes.legend(fontsize=7, frameon=False, handlelength=1.2, labelspacing=0.25, borderaxespad=0.2)
+        axes.legend(
+            fontsize=7, frameon=False, handlelength=1.2, labelspacing=0.25, borderaxespad=0.2
+        )
 
 
 def _section(module: str, room: list[Entry]) -> str:
-    picture = f"![Curves of the {module} objectives](gallery/{module}.png)\n\n" if panels_of(module) else ""
+    picture = (
+        f"![Curves of the {module} objectives](gallery/{module}.png)\n\n"
+        if panels_of(module)
+        else ""
+    )
     notes = inspect.getdoc(sys.modules[room[0].function.__module__])
     return f"## {module}\n\n{notes}\n\n{picture}" + "\n".join(_card(entry) for entry in room)
 
 
 def _card(entry: Entry) -> str:
     facts = [f"`{entry.call}`"]
-    facts.append(f"**Data** {entry.unit} · **reference policy** {'yes' if entry.needs_reference else 'no'}")
+    facts.append(
+        f"**Data** {entry.unit} · **reference policy** {'yes' if entry.needs_reference else 'no'}"
+    )
     if entry.needs:
         facts[-1] += f" · **needs** {', '.join(entry.needs)}"
     if entry.paper:
@@ -275,7 +315,9 @@ def _card(entry: Entry) -> str:
 
 
 def _unit(annotation: Any) -> str:
-    """The unit of a jaxtyping annotation is its first dimension; what has none is no unit of data."""
+    """The unit of a jaxtyping annotation is its first dimension; what has none is no unit of
+    data.
+    """
     for kind in (annotation, *get_args(annotation)):
         if hasattr(kind, "dim_str"):
             dimension = next(iter(kind.dim_str.replace("*", " ").split()), "")
@@ -284,13 +326,17 @@ def _unit(annotation: Any) -> str:
 
 
 def _linked(page: str, names: set[str]) -> str:
-    """Papers as links to arXiv, names in backticks as links to their entries; code stays as it is."""
+    """Papers as links to arXiv, names in backticks as links to their entries; code stays as it
+    is.
+    """
 
     def link(line: str) -> str:
         if line.startswith("    "):
             return line
         line = re.sub(r"arXiv:(\d{4}\.\d{4,5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", line)
-        return re.sub(r"(?<!`)`(\w+)`(?!`)", lambda m: f"[{m[0]}](#{m[1]})" if m[1] in names else m[0], line)
+        return re.sub(
+            r"(?<!`)`(\w+)`(?!`)", lambda m: f"[{m[0]}](#{m[1]})" if m[1] in names else m[0], line
+        )
 
     return "".join(link(line) for line in page.splitlines(keepends=True))
 

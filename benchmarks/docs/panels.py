@@ -1,7 +1,8 @@
 """The curves of the gallery: for each objective its natural axis, and a few curves along it.
 
-A curve calls the function itself on a grid, every point a unit of its own; the gradient is autograd's. Arguments that
-are not named in the table stay at 0 and hyper-parameters at their defaults. β, where there is one, is 1.
+A curve calls the function itself on a grid, every point a unit of its own; the gradient is
+autograd's. Arguments that are not named in the table stay at 0 and hyper-parameters at their
+defaults. β, where there is one, is 1.
 """
 
 import inspect
@@ -19,12 +20,15 @@ from ... import objectives as o
 
 Curve = Callable[[Tensor], Tensor]
 
-POINTS = 480  # 479 steps, a prime, meet no kink, at which another machine's rounding would choose the side
+# 479 steps, a prime, meet no kink, at which another machine's rounding would choose the side
+POINTS = 480
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The variable that gradients are along runs from ``low`` to ``high``; the picture has ``shown`` of it."""
+    """The variable that gradients are along runs from ``low`` to ``high``; the picture has
+    ``shown`` of it.
+    """
 
     label: str
     low: float
@@ -38,7 +42,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Panel:
-    """Named curves on one axis, ``of`` a loss or another result of the function; ``bottom`` and ``top`` cut it."""
+    """Named curves on one axis, ``of`` a loss or another result of the function; ``bottom`` and
+    ``top`` cut it.
+    """
 
     axis: Axis
     curves: dict[str, Curve]
@@ -63,7 +69,9 @@ def curve(function: Callable[..., Any], **arguments: Any) -> Curve:
     tensors = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def along(x: Tensor) -> Tensor:
-        result = function(**{**arguments, **{p.name: _filled(p, arguments.get(p.name, 0.0), x) for p in tensors}})
+        result = function(
+            **{**arguments, **{p.name: _filled(p, arguments.get(p.name, 0.0), x) for p in tensors}}
+        )
         value: Tensor = result[0] if isinstance(result, tuple) else result
         return value
 
@@ -99,7 +107,9 @@ def _each_side(function: Callable[..., Any], other: float = 0.0) -> dict[str, Cu
     }
 
 
-def _each_label(function: Callable[..., Any], symbol: str = "", **reference: float) -> dict[str, Curve]:
+def _each_label(
+    function: Callable[..., Any], symbol: str = "", **reference: float
+) -> dict[str, Curve]:
     at = "".join(f", {symbol} = {value:g}" for value in reference.values())
     return {
         name + at: curve(function, logp=_x, desirable=name == "desirable", beta=1.0, **reference)
@@ -109,7 +119,10 @@ def _each_label(function: Callable[..., Any], symbol: str = "", **reference: flo
 
 def _each_sign(function: Callable[..., Any], **arguments: Any) -> dict[str, Curve]:
     signs = {"A = +1": 1.0, "A = −1": -1.0}
-    return {name: curve(function, **{"logp": _x, "advantage": sign, **arguments}) for name, sign in signs.items()}
+    return {
+        name: curve(function, **{"logp": _x, "advantage": sign, **arguments})
+        for name, sign in signs.items()
+    }
 
 
 # Losses of −log π are drawn at log π_old = −1, ρ = 1: a token that has something to lose.
@@ -117,7 +130,9 @@ _FROM_1_OVER_E = {"logp": lambda w: w - 1, "old_logp": -1.0}
 
 
 def _of_two_tokens(logit: Tensor) -> Tensor:
-    """Log-probabilities of a vocabulary of two, whose first has this logit and whose second has 0."""
+    """Log-probabilities of a vocabulary of two, whose first has this logit and whose second has
+    0.
+    """
     return torch.stack([F.logsigmoid(logit), F.logsigmoid(-logit)], -1)
 
 
@@ -130,7 +145,9 @@ def _divergence(function: Callable[..., Any], **loss_kwargs: Any) -> Curve:
 
 
 def _bell(x: Tensor) -> Tensor:
-    """A histogram of 50 bins between −2.5 and 2.5, in the shape of a normal distribution around x."""
+    """A histogram of 50 bins between −2.5 and 2.5, in the shape of a normal distribution around
+    x.
+    """
     middle = torch.linspace(-2.45, 2.45, 50, dtype=x.dtype)
     return (-2 * (middle - x[:, None]).square()).log_softmax(-1)
 
@@ -142,37 +159,51 @@ def _ranking(place: int) -> Curve:
         others = torch.zeros_like(x)
         score = torch.stack([x if i == place else others for i in range(3)], 1)
         group = torch.arange(len(x)).repeat_interleave(3)
-        return o.plackett_luce(score.flatten(), group, torch.arange(3).repeat(len(x)))[0].view(-1, 3).sum(1)
+        return (
+            o.plackett_luce(score.flatten(), group, torch.arange(3).repeat(len(x)))[0]
+            .view(-1, 3)
+            .sum(1)
+        )
 
     return along
 
 
 def _of_sixteen(advantage: Callable[[Tensor, Tensor], Tensor], which: str) -> Curve:
-    """The advantage of a right (reward 1) or a wrong completion (0) among 16, by how many of them are right."""
+    """The advantage of a right (reward 1) or a wrong completion (0) among 16, by how many of them
+    are right.
+    """
 
     def along(x: Tensor) -> Tensor:
         rewards = [(torch.arange(16) < right).to(x.dtype) for right in x.tolist()]
         group = torch.zeros(16, dtype=torch.int64)
-        return torch.stack([advantage(reward, group)[0 if which == "right" else -1] for reward in rewards])
+        return torch.stack(
+            [advantage(reward, group)[0 if which == "right" else -1] for reward in rewards]
+        )
 
     return along
 
 
 def _before_the_end(lam: float) -> Curve:
-    """The advantage of a token by how many tokens before the end it stands, the only reward being 1 at the end."""
+    """The advantage of a token by how many tokens before the end it stands, the only reward being 1
+    at the end.
+    """
 
     def along(x: Tensor) -> Tensor:
         length = int(x.max()) + 2
         reward = torch.zeros(length, dtype=x.dtype)
         reward[-1] = 1.0
         same = torch.zeros(length, dtype=torch.int64)
-        return o.gae(reward, torch.zeros_like(reward), same, gamma=1.0, lam=lam)[0].flip(0)[x.round().long()]
+        return o.gae(reward, torch.zeros_like(reward), same, gamma=1.0, lam=lam)[0].flip(0)[
+            x.round().long()
+        ]
 
     return along
 
 
 def _completion_of_length(alpha: float) -> Curve:
-    """LD-DPO's log-likelihood of a completion whose tokens all have log p = −1, beside another one of 32 tokens."""
+    """LD-DPO's log-likelihood of a completion whose tokens all have log p = −1, beside another one
+    of 32 tokens.
+    """
 
     def along(x: Tensor) -> Tensor:
         lengths = x.round().long()
@@ -219,7 +250,13 @@ PANELS = {
     "dft": Panel(_P, {"": curve(o.dft, logp=F.logsigmoid)}),
     "z_loss": Panel(Axis("log Z", -2, 2), {"": curve(o.z_loss, logsumexp=_x)}),
     "entropy_bonus": Panel(
-        _P, {"": curve(o.entropy_bonus, entropy=lambda z: torch.special.entr(_of_two_tokens(z).exp()).sum(-1))}
+        _P,
+        {
+            "": curve(
+                o.entropy_bonus,
+                entropy=lambda z: torch.special.entr(_of_two_tokens(z).exp()).sum(-1),
+            )
+        },
     ),
     # sequence
     "length_desensitized_sum": Panel(
@@ -227,10 +264,14 @@ PANELS = {
         {f"α = {alpha:g}": _completion_of_length(alpha) for alpha in (1.0, 0.5, 0.0)},
         of="sum",
     ),
-    "wpo_weight": Panel(Axis("mean of log p − log Σ p²", -3, 0.5), {"": curve(o.wpo_weight, logp=_x)}, of="weight"),
+    "wpo_weight": Panel(
+        Axis("mean of log p − log Σ p²", -3, 0.5), {"": curve(o.wpo_weight, logp=_x)}, of="weight"
+    ),
     # preference
     "dpo": Panel(_MARGIN, {f"ε = {ε:g}": _margin(o.dpo, label_smoothing=ε) for ε in (0.0, 0.2)}),
-    "robust_dpo": Panel(_MARGIN, {f"ε = {ε:g}": _margin(o.robust_dpo, label_smoothing=ε) for ε in (0.0, 0.2)}),
+    "robust_dpo": Panel(
+        _MARGIN, {f"ε = {ε:g}": _margin(o.robust_dpo, label_smoothing=ε) for ε in (0.0, 0.2)}
+    ),
     "ipo": Panel(_MARGIN, {"": _margin(o.ipo)}, top=10),
     "hinge": Panel(_MARGIN, {"": _margin(o.hinge)}),
     "exo": Panel(_MARGIN, {f"ε = {ε:g}": _margin(o.exo, label_smoothing=ε) for ε in (0.01, 0.2)}),
@@ -239,7 +280,9 @@ PANELS = {
     "sppo_hard": Panel(_A_OR_B, _each_side(o.sppo_hard), top=10),
     "apo_zero": Panel(_A_OR_B, _each_side(o.apo_zero), top=2.2),
     "apo_down": Panel(_A_OR_B, _each_side(o.apo_down, other=-1.0), top=1.9),
-    "discopop": Panel(_MARGIN, {f"τ = {tau:g}": _margin(o.discopop, tau=tau) for tau in (0.05, 1.0)}),
+    "discopop": Panel(
+        _MARGIN, {f"τ = {tau:g}": _margin(o.discopop, tau=tau) for tau in (0.05, 1.0)}
+    ),
     "dpo_positive": Panel(
         Axis("log-ratio a, b = 0", -5, 5),
         {f"λ = {λ:g}": curve(o.dpo_positive, chosen=_x, beta=1.0, penalty=λ) for λ in (0.0, 2.0)},
@@ -249,11 +292,16 @@ PANELS = {
         _MARGIN,
         {
             f"{words}, α = 0.02": _margin(o.length_regularized_dpo, length_chosen=n, alpha=0.02)
-            for words, n in (("100 tokens longer", 100.0), ("as long", 0.0), ("100 shorter", -100.0))
+            for words, n in (
+                ("100 tokens longer", 100.0),
+                ("as long", 0.0),
+                ("100 shorter", -100.0),
+            )
         },
     ),
     "chi_po": Panel(
-        Axis("log-ratio a, b = 0", -4, 2), {f"β = {β:g}": curve(o.chi_po, chosen=_x, beta=β) for β in (0.3, 1.0)}
+        Axis("log-ratio a, b = 0", -4, 2),
+        {f"β = {β:g}": curve(o.chi_po, chosen=_x, beta=β) for β in (0.3, 1.0)},
     ),
     "tdpo1": Panel(
         _MARGIN,
@@ -261,7 +309,10 @@ PANELS = {
     ),
     "tdpo2": Panel(
         _MARGIN,
-        {f"α = {α:g}, $D_l - D_w$ = 2": _margin(o.tdpo2, divergence_rejected=2.0, alpha=α) for α in (0.0, 0.5, 1.0)},
+        {
+            f"α = {α:g}, $D_l - D_w$ = 2": _margin(o.tdpo2, divergence_rejected=2.0, alpha=α)
+            for α in (0.0, 0.5, 1.0)
+        },
     ),
     "aot": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot)}),
     "aot_unpaired": Panel(Axis("Δ", -5, 5), {"": _margin(o.aot_unpaired)}),
@@ -275,7 +326,10 @@ PANELS = {
         of="score",
     ),
     # reference_free
-    "cpo": Panel(Axis("log-ratio z", -5, 5), {f"ε = {ε:g}": _margin(o.cpo, label_smoothing=ε) for ε in (0.0, 0.2)}),
+    "cpo": Panel(
+        Axis("log-ratio z", -5, 5),
+        {f"ε = {ε:g}": _margin(o.cpo, label_smoothing=ε) for ε in (0.0, 0.2)},
+    ),
     "simpo": Panel(
         Axis("$m_w - m_l$", -5, 5),
         {f"γ = {γ:g}": curve(o.simpo, mean_chosen=_x, beta=1.0, gamma=γ) for γ in (0.0, 2.0)},
@@ -283,7 +337,9 @@ PANELS = {
     "alpha_po": Panel(
         _M,
         {
-            f"α = {α:g}": curve(o.alpha_po, mean_chosen=_x, mean_rejected=-1.0, beta=1.0, gamma=0.0, alpha=α)
+            f"α = {α:g}": curve(
+                o.alpha_po, mean_chosen=_x, mean_rejected=-1.0, beta=1.0, gamma=0.0, alpha=α
+            )
             for α in (0.0, 0.5, 1.0)
         },
         bottom=-4,
@@ -300,7 +356,8 @@ PANELS = {
     ),
     # reward
     "bradley_terry": Panel(
-        Axis("$r_w - r_l$", -5, 5), {f"m = {m:g}": curve(o.bradley_terry, chosen=_x, margin=m) for m in (0.0, 2.0)}
+        Axis("$r_w - r_l$", -5, 5),
+        {f"m = {m:g}": curve(o.bradley_terry, chosen=_x, margin=m) for m in (0.0, 2.0)},
     ),
     "bradley_terry_ties": Panel(
         Axis("$r_w - r_l$, λ = 1", -5, 5),
@@ -311,23 +368,35 @@ PANELS = {
     ),
     "ordinal_preference": Panel(
         Axis("$r_w - r_l$", -5, 5),
-        {f"z = {z:g}": curve(o.ordinal_preference, chosen=_x, preference=z) for z in (1.0, 0.7, 0.5)},
+        {
+            f"z = {z:g}": curve(o.ordinal_preference, chosen=_x, preference=z)
+            for z in (1.0, 0.7, 0.5)
+        },
     ),
     "centering": Panel(Axis("$r_w + r_l$", -2, 2), {"": curve(o.centering, chosen=_x)}),
     "plackett_luce": Panel(
         Axis("score of one of three, the others' 0", -5, 5),
-        {f"ranked {name}": _ranking(place) for place, name in enumerate(("first", "second", "third"))},
+        {
+            f"ranked {name}": _ranking(place)
+            for place, name in enumerate(("first", "second", "third"))
+        },
     ),
     "score_regression": Panel(Axis("r − y", -2, 2), {"": curve(o.score_regression, score=_x)}),
     "hl_gauss": Panel(
         Axis("prediction, y = 0", -2, 2),
-        {f"σ = {σ:g}": curve(o.hl_gauss, logp=_bell, low=-2.5, high=2.5, sigma=σ) for σ in (0.1, 0.5)},
+        {
+            f"σ = {σ:g}": curve(o.hl_gauss, logp=_bell, low=-2.5, high=2.5, sigma=σ)
+            for σ in (0.1, 0.5)
+        },
     ),
     "step_loss": Panel(
-        Axis("logit z", -5, 5), {f"y = {y:g}": curve(o.step_loss, logit=_x, label=y) for y in (1.0, 0.7, 0.0)}
+        Axis("logit z", -5, 5),
+        {f"y = {y:g}": curve(o.step_loss, logit=_x, label=y) for y in (1.0, 0.7, 0.0)},
     ),
     # policy
-    "reinforce": Panel(Axis("probability π", -6, 6, torch.sigmoid), _each_sign(o.reinforce, logp=F.logsigmoid)),
+    "reinforce": Panel(
+        Axis("probability π", -6, 6, torch.sigmoid), _each_sign(o.reinforce, logp=F.logsigmoid)
+    ),
     "topr": Panel(_RATIO_AT, _each_sign(o.topr, **_FROM_1_OVER_E)),
     "clipped_surrogate": Panel(
         _RATIO,
@@ -336,9 +405,15 @@ PANELS = {
             "A = −1, δ = 2": curve(o.clipped_surrogate, logp=_x, advantage=-1.0, ratio_cap=2.0),
         },
     ),
-    "dppo": Panel(_PI, _each_sign(o.dppo, logp=F.logsigmoid, old_logp=math.log(0.3), clip_low=0.2, clip_high=0.2)),
+    "dppo": Panel(
+        _PI,
+        _each_sign(o.dppo, logp=F.logsigmoid, old_logp=math.log(0.3), clip_low=0.2, clip_high=0.2),
+    ),
     "dppo_kl": Panel(
-        _PI, _each_sign(o.dppo_kl, logp=F.logsigmoid, old_logp=math.log(0.3), clip_low=0.1, clip_high=0.1)
+        _PI,
+        _each_sign(
+            o.dppo_kl, logp=F.logsigmoid, old_logp=math.log(0.3), clip_low=0.1, clip_high=0.1
+        ),
     ),
     "cispo": Panel(_RATIO_AT, _each_sign(o.cispo, clip_high=0.5, **_FROM_1_OVER_E)),
     "sapo": Panel(_RATIO, _each_sign(o.sapo)),
@@ -347,10 +422,14 @@ PANELS = {
     "gmpo": Panel(_RATIO, _each_sign(o.gmpo)),
     "vespo": Panel(_RATIO_AT, _each_sign(o.vespo, **_FROM_1_OVER_E)),
     "value_loss": Panel(
-        Axis("value V, before: 0", -0.5, 2), {f"R = {R:g}": curve(o.value_loss, value=_x, target=R) for R in (1.0, 0.1)}
+        Axis("value V, before: 0", -0.5, 2),
+        {f"R = {R:g}": curve(o.value_loss, value=_x, target=R) for R in (1.0, 0.1)},
     ),
     "kl_estimate": Panel(
-        _D, {kind: curve(o.kl_estimate, logp=_x, kind=kind) for kind in ("k1", "k2", "k3")}, bottom=-4, top=6
+        _D,
+        {kind: curve(o.kl_estimate, logp=_x, kind=kind) for kind in ("k1", "k2", "k3")},
+        bottom=-4,
+        top=6,
     ),
     "corrected_kl_estimate": Panel(
         Axis("log-ratio d, π$_{old}$ being π$_{ref}$", -4, 2),
@@ -369,7 +448,9 @@ PANELS = {
         of="advantage",
     ),
     "rloo_advantage": Panel(
-        _RIGHT, {name: _of_sixteen(o.rloo_advantage, name) for name in ("right", "wrong")}, of="advantage"
+        _RIGHT,
+        {name: _of_sixteen(o.rloo_advantage, name) for name in ("right", "wrong")},
+        of="advantage",
     ),
     "gae": Panel(
         Axis("tokens before the end, γ = 1", 0, 95, points=96),
@@ -377,11 +458,16 @@ PANELS = {
         of="advantage",
     ),
     "maxrl_advantage": Panel(
-        _RIGHT, {name: _of_sixteen(o.maxrl_advantage, name) for name in ("right", "wrong")}, of="advantage"
+        _RIGHT,
+        {name: _of_sixteen(o.maxrl_advantage, name) for name in ("right", "wrong")},
+        of="advantage",
     ),
     "max_at_k_advantage": Panel(
         _RIGHT,
-        {f"right, k = {k}": _of_sixteen(partial(o.max_at_k_advantage, k=k), "right") for k in (2, 4, 16)},
+        {
+            f"right, k = {k}": _of_sixteen(partial(o.max_at_k_advantage, k=k), "right")
+            for k in (2, 4, 16)
+        },
         of="advantage",
     ),
     # covariance
@@ -393,10 +479,17 @@ PANELS = {
         },
     ),
     # correction
-    "truncated_importance": Panel(_W, {"C = 2": curve(o.truncated_importance, log_ratio=_x, cap=2.0)}, of="weight"),
-    "masked_importance": Panel(_W, {"α = 0.5, β = 5": curve(o.masked_importance, log_ratio=_x)}, of="weight"),
+    "truncated_importance": Panel(
+        _W, {"C = 2": curve(o.truncated_importance, log_ratio=_x, cap=2.0)}, of="weight"
+    ),
+    "masked_importance": Panel(
+        _W, {"α = 0.5, β = 5": curve(o.masked_importance, log_ratio=_x)}, of="weight"
+    ),
     "importance_mask": Panel(
-        _W, {"low = 0.5, high = 2": curve(o.importance_mask, log_ratio=_x, low=0.5, high=2.0)}, top=1.4, of="mask"
+        _W,
+        {"low = 0.5, high = 2": curve(o.importance_mask, log_ratio=_x, low=0.5, high=2.0)},
+        top=1.4,
+        of="mask",
     ),
     "off_policy_mask": Panel(
         Axis("mean of log μ − log π", -1, 2),
@@ -406,13 +499,22 @@ PANELS = {
     ),
     "total_variation_mask": Panel(
         _PI,
-        _each_sign(o.total_variation_mask, logp=F.logsigmoid, behavior_logp=math.log(0.3), low=0.2, high=0.2),
+        _each_sign(
+            o.total_variation_mask,
+            logp=F.logsigmoid,
+            behavior_logp=math.log(0.3),
+            low=0.2,
+            high=0.2,
+        ),
         top=1.4,
         of="mask",
     ),
     "sampler_mismatch": Panel(
         _W,
-        {name: partial(_mismatch, name) for name in ("logp_difference", "importance_ratio", "kl_k3", "chi_square")},
+        {
+            name: partial(_mismatch, name)
+            for name in ("logp_difference", "importance_ratio", "kl_k3", "chi_square")
+        },
         bottom=-1.5,
         top=6,
         of="statistic",
@@ -420,9 +522,15 @@ PANELS = {
     # distillation
     "forward_kl": Panel(_Q, {"": _divergence(o.forward_kl)}),
     "reverse_kl": Panel(_Q, {"": _divergence(o.reverse_kl)}),
-    "generalized_jsd": Panel(_Q, {f"β = {β:g}": _divergence(o.generalized_jsd, beta=β) for β in (0.1, 0.5, 0.9)}),
-    "skew_forward_kl": Panel(_Q, {f"α = {α:g}": _divergence(o.skew_forward_kl, alpha=α) for α in (0.1, 0.5)}),
-    "skew_reverse_kl": Panel(_Q, {f"α = {α:g}": _divergence(o.skew_reverse_kl, alpha=α) for α in (0.1, 0.5)}),
+    "generalized_jsd": Panel(
+        _Q, {f"β = {β:g}": _divergence(o.generalized_jsd, beta=β) for β in (0.1, 0.5, 0.9)}
+    ),
+    "skew_forward_kl": Panel(
+        _Q, {f"α = {α:g}": _divergence(o.skew_forward_kl, alpha=α) for α in (0.1, 0.5)}
+    ),
+    "skew_reverse_kl": Panel(
+        _Q, {f"α = {α:g}": _divergence(o.skew_reverse_kl, alpha=α) for α in (0.1, 0.5)}
+    ),
     "alpha_beta_divergence": Panel(
         _Q,
         {
@@ -438,4 +546,6 @@ PANELS = {
 }
 
 # Losses that no curve would show.
-UNDRAWN = {"minillm": "what a token adds depends on the tokens after it; its single step is `reverse_kl`"}
+UNDRAWN = {
+    "minillm": "what a token adds depends on the tokens after it; its single step is `reverse_kl`"
+}

@@ -27,7 +27,10 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def earlier(path: Path) -> dict[str, Any]:
     """The results so far, of which a run replaces those of its own recipes; dated today."""
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return results | {"date": date.today().isoformat(), "versions": versions(("torch", "transformers"))}
+    return results | {
+        "date": date.today().isoformat(),
+        "versions": versions(("torch", "transformers")),
+    }
 
 
 def write(path: Path, results: dict[str, Any]) -> None:

@@ -2,18 +2,20 @@
 
     predicted    by `burnish plan`, without weights
     measured     of the same run for two steps: bytes of all tensors when training begins, and the highest sum of what
-                 torch's profiler reports of the CPU allocator from then on. That counts what operators allocate for
-                 themselves, which a simulation can't see, but neither Python's memory nor what malloc keeps, as the
-                 resident size of a process does.
+                 torch's profiler reports of the CPU allocator from then on. That counts what
+                 operators allocate for themselves, which a simulation can't see, but neither
+                 Python's memory nor what malloc keeps, as the resident size of a process does.
 
-Of online runs the prediction is the worst that may come: the longest prompts of the data, and completions that never
-end. The runs that are measured take all prompts in each rollout, sample at a temperature at which hardly any completion
-ends, and have a reward that differs from completion to completion: where it does not, there is no gradient, so no step
-is taken, and AdamW has no state.
+Of online runs the prediction is the worst that may come: the longest prompts of the data, and
+completions that never end. The runs that are measured take all prompts in each rollout, sample at a
+temperature at which hardly any completion ends, and have a reward that differs from completion to
+completion: where it does not, there is no gradient, so no step is taken, and AdamW has no state.
 
-``bytes per parameter`` of the model are those of its weights, their gradients and the optimizer's state.
+``bytes per parameter`` of the model are those of its weights, their gradients and the optimizer's
+state.
 
-Every run is a process of its own: the model, or a random one of --width and --layers with its tokenizer.
+Every run is a process of its own: the model, or a random one of --width and --layers with its
+tokenizer.
 """
 
 import argparse
@@ -52,12 +54,18 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft, 8-bit AdamW": ("sft", _SMALL),
     "sft, gradient checkpointing": ("sft", _RECOMPUTED),
     "sft, bfloat16": ("sft", _BFLOAT16),
-    "sft, bfloat16 weights, 8-bit AdamW": ("sft", _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL),
+    "sft, bfloat16 weights, 8-bit AdamW": (
+        "sft",
+        _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL,
+    ),
     "sft, bfloat16 weights, 8-bit AdamW, gradient checkpointing": (
         "sft",
         _BFLOAT16 | {"weights_dtype": "bfloat16"} | _SMALL | _RECOMPUTED,
     ),
-    "sft, QLoRA, bfloat16, gradient checkpointing": ("sft", _LORA | _BFLOAT16 | _RECOMPUTED | {"quantize": "4bit"}),
+    "sft, QLoRA, bfloat16, gradient checkpointing": (
+        "sft",
+        _LORA | _BFLOAT16 | _RECOMPUTED | {"quantize": "4bit"},
+    ),
     "sft, nested QLoRA in bfloat16, 8-bit AdamW, gradient checkpointing": (
         "sft",
         _LORA | _BFLOAT16 | _RECOMPUTED | _NESTED | {"weights_dtype": "bfloat16"} | _SMALL,
@@ -86,10 +94,20 @@ def configured(recipe: str, values: dict[str, Any]) -> tuple[Callable[[Any], Any
 
 
 def allocated() -> int:
-    """Bytes of all tensors that there are, but for those of a simulation; quantized ones have classes of their own."""
+    """Bytes of all tensors that there are, but for those of a simulation; quantized ones have
+    classes of their own.
+    """
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and type(each) not in _OTHERS]
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+    tensors = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.Tensor) and type(each) not in _OTHERS
+    ]
+    return sum(
+        {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+        }.values()
+    )
 
 
 def measured_peak(open_recipe: Any, config: Any) -> int:
@@ -97,9 +115,13 @@ def measured_peak(open_recipe: Any, config: Any) -> int:
     before = allocated()
     training = open_recipe(config)
     at_start = allocated() - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         training.train()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [
+        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
     total = highest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         total += event.nbytes()
@@ -115,7 +137,9 @@ def compare(recipe: str, values: dict[str, Any]) -> dict[str, float]:
     planned = rehearse(*run)
     measured = measured_peak(*run)
     parts = {f"predicted {label}": float(size) for label, size in planned.memory.most_common()}
-    trained, frozen, state = (planned.memory[label] for label in ("weights, trained", "weights, frozen", "optimizer"))
+    trained, frozen, state = (
+        planned.memory[label] for label in ("weights, trained", "weights, frozen", "optimizer")
+    )
     # Adapters are no parameters of the model.
     parameters = planned.parameters - (planned.trained if frozen > trained else 0)
     return {
@@ -132,9 +156,18 @@ def random_model(directory: Path, tokenizer: str, width: int, layers: int) -> Pa
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     words: Any = AutoTokenizer.from_pretrained(tokenizer)
-    shape: dict[str, Any] = {"hidden_size": width, "intermediate_size": 11 * width // 4, "num_hidden_layers": layers}
+    shape: dict[str, Any] = {
+        "hidden_size": width,
+        "intermediate_size": 11 * width // 4,
+        "num_hidden_layers": layers,
+    }
     shape |= {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 256)}
-    config = LlamaConfig(**shape, vocab_size=len(words), eos_token_id=words.eos_token_id, max_position_embeddings=2048)
+    config = LlamaConfig(
+        **shape,
+        vocab_size=len(words),
+        eos_token_id=words.eos_token_id,
+        max_position_embeddings=2048,
+    )
     config.dtype = torch.bfloat16
     kind: Any = LlamaForCausalLM
     kind._from_config(config).save_pretrained(directory)
@@ -144,14 +177,22 @@ def random_model(directory: Path, tokenizer: str, width: int, layers: int) -> Pa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="burnish bench memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="burnish bench memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, required=True, help="directory of a model")
-    parser.add_argument("--width", type=int, default=2048, help="of the random model; 0 measures none")
+    parser.add_argument(
+        "--width", type=int, default=2048, help="of the random model; 0 measures none"
+    )
     parser.add_argument("--layers", type=int, default=16, help="of the random model")
-    parser.add_argument("--only", help="runs whose name, with that of the model, matches this expression")
+    parser.add_argument(
+        "--only", help="runs whose name, with that of the model, matches this expression"
+    )
     parser.add_argument("--rows", type=int, default=16, help="examples of a step")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="directory of memory.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/bench"), help="directory of memory.json"
+    )
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
@@ -163,7 +204,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         texts = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
         prompts = [{"prompt": pair["prompt"]} for pair in pairs[: _GRPO["prompts_per_rollout"]]]
         data = {"sft": texts, "dpo": pairs, "grpo": prompts}
-        files = {recipe: str(write_jsonl(Path(name) / f"{recipe}.jsonl", rows)) for recipe, rows in data.items()}
+        files = {
+            recipe: str(write_jsonl(Path(name) / f"{recipe}.jsonl", rows))
+            for recipe, rows in data.items()
+        }
         random = f"random, {options.layers} layers of {options.width}"
         cases = [(model, run) for model in (options.model.name, random) for run in RUNS]
         for number, (model, run) in enumerate(cases[: None if options.width else len(RUNS)]):
@@ -180,7 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = [sys.executable, "-m", f"{__package__}.memory", recipe, json.dumps(settings)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise RuntimeError(f"{run} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+                raise RuntimeError(
+                    f"{run} ended with status {done.returncode}:\n{done.stderr[-2000:]}"
+                )
             figures = json.loads(done.stdout.splitlines()[-1])
             say(
                 f"{model + ': ' + run:80} predicted {figures['predicted'] / 1e9:7.3f} GB  "

@@ -41,7 +41,9 @@ def planned(rows: int, ranks: int, batch_size: int) -> dict[str, float]:
     lengths = np.clip(np.random.default_rng(0).lognormal(6.0, 0.8, rows), 16, 8192).astype(np.int64)
 
     def batches() -> Batches:
-        return Batches(lengths, batch_size=batch_size, micro_tokens=8192, seed=0, epochs=1, ranks=ranks)
+        return Batches(
+            lengths, batch_size=batch_size, micro_tokens=8192, seed=0, epochs=1, ranks=ranks
+        )
 
     _, order_seconds, order_mb = cost(lambda: batches().indices(0))
     plan = batches()
@@ -91,12 +93,16 @@ def summed_numbers(micro_batches: int, examples: int) -> dict[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="burnish bench ranks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="burnish bench ranks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--per_rank", type=int, default=16, help="examples of a step on each rank")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="directory of ranks.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/bench"), help="directory of ranks.json"
+    )
     options = parser.parse_args(arguments)
     report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
     for rows in options.rows:

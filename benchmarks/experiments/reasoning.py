@@ -1,9 +1,10 @@
-"""GRPO on SmolLM2-135M-Instruct: sums of reasoning-gym, and how many it gets right of those it never trained on.
+"""GRPO on SmolLM2-135M-Instruct: sums of reasoning-gym, and how many it gets right of those it
+never trained on.
 
     python -m burnish.benchmarks.experiments.reasoning [directory]    writes results/smollm2_grpo.json and .png
 
-The prompt is the question alone, and the task's verifier scores the whole completion. The run is kept in the directory,
-if one is named.
+The prompt is the question alone, and the task's verifier scores the whole completion. The run is
+kept in the directory, if one is named.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ from .common import RESULTS, read_metrics
 
 TASK = {"task": "chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
 TRAINED, HELD_OUT = 2048, 192
-# The verifier alone is learned from; it gives a part of 1 where the right number stands in a longer text.
+# The verifier alone is learned from; it gives a part of 1 where the right number stands in a longer
+# text.
 MEASURED = {"right": r"\A\s*(-?\d+)\.?\s*\Z", "first_number_right": r"(?s)\A.*?(-?\d+).*"}
 REWARDS: dict[str, Any] = {"reasoning_gym": {"tag": ""}} | {
     name: {"function": "exact_match", "weight": 0.0, "extract": extract, "ignore": []}
@@ -49,24 +51,36 @@ SETTINGS: dict[str, Any] = {
     "warmup": 2,
     "eval_every": 9,
 }
-DRAWN = {"step", "entropy"} | {f"{kind}rewards/{name}/mean" for kind in ("", "eval/") for name in MEASURED}
-KEPT = DRAWN | {"rewards/reasoning_gym/mean", "eval/rewards/reasoning_gym/mean", "completions/clipped_ratio"}
+DRAWN = {"step", "entropy"} | {
+    f"{kind}rewards/{name}/mean" for kind in ("", "eval/") for name in MEASURED
+}
+KEPT = DRAWN | {
+    "rewards/reasoning_gym/mean",
+    "eval/rewards/reasoning_gym/mean",
+    "completions/clipped_ratio",
+}
 KEPT |= {"completions/mean_length", "groups_passed_over", "grad_norm", "learning_rate", "tokens"}
 KEPT |= {"seconds", "sampling/seconds"}
 
 
 def questions(trained: int, held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows to train on, and others to measure on, all different, of which none is among the former."""
+    """Rows to train on, and others to measure on, all different, of which none is among the
+    former.
+    """
     options = {name: value for name, value in TASK.items() if name != "task"}
 
     def drawn(count: int, seed: int) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        for row in reasoning_gym_rows(str(TASK["task"]), count, seed=seed, instruction="", **options):
+        for row in reasoning_gym_rows(
+            str(TASK["task"]), count, seed=seed, instruction="", **options
+        ):
             message: Any = row["prompt"][0]
             rows.append({**row, "prompt": message["content"]})
         return rows
 
-    measured = list({row["prompt"]: row for row in drawn(2 * held_out, seed=1_000_000)}.values())[:held_out]
+    measured = list({row["prompt"]: row for row in drawn(2 * held_out, seed=1_000_000)}.values())[
+        :held_out
+    ]
     asked = {row["prompt"] for row in measured}
     return [row for row in drawn(trained, seed=0) if row["prompt"] not in asked], measured
 
@@ -89,7 +103,10 @@ def train(directory: Path) -> dict[str, Any]:
     )
     before, began = load(), (time.perf_counter(), time.process_time())
     open_grpo(config).train()
-    minutes = {"wall": (time.perf_counter() - began[0]) / 60, "processor": (time.process_time() - began[1]) / 60}
+    minutes = {
+        "wall": (time.perf_counter() - began[0]) / 60,
+        "processor": (time.process_time() - began[1]) / 60,
+    }
     steps = read_steps(directory / "run")
     settings = dataclasses.asdict(config)
     for name in ("model", "data", "eval_data", "output"):  # paths of this machine
@@ -109,8 +126,12 @@ def train(directory: Path) -> dict[str, Any]:
 
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
-    """Metrics of every step; rewards are those of all completions, of groups that were passed over too."""
-    steps = [{name: value for name, value in line.items() if name in KEPT} for line in read_metrics(run)]
+    """Metrics of every step; rewards are those of all completions, of groups that were passed over
+    too.
+    """
+    steps = [
+        {name: value for name, value in line.items() if name in KEPT} for line in read_metrics(run)
+    ]
     rewards: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for sample in read_samples(run / "samples.jsonl"):
         for name, score in sample.rewards.items():
@@ -121,7 +142,9 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def summary(steps: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
-    """Shares of the held-out questions before and after, and the binomial standard error of each."""
+    """Shares of the held-out questions before and after, and the binomial standard error of
+    each.
+    """
     found = {}
     for name in (f"rewards/{measured}/mean" for measured in REWARDS):
         shares = [steps[i][f"eval/{name}"] for i in (0, -1)]

@@ -1,8 +1,10 @@
-"""Every offline recipe once on SmolLM2-135M-Instruct: what each moves on held-out data, from reasoning-gym questions.
+"""Every offline recipe once on SmolLM2-135M-Instruct: what each moves on held-out data, from
+reasoning-gym questions.
 
     python -m burnish.benchmarks.experiments.recipes [recipe ...]       writes benchmarks/results/smollm2_recipes.json
 
-The teacher of ``distill`` is the model that ``sft`` makes here; the process reward model judges chains of additions.
+The teacher of ``distill`` is the model that ``sft`` makes here; the process reward model judges
+chains of additions.
 """
 
 import json
@@ -25,9 +27,15 @@ STEPS = 16
 # Recipe -> its flags, and the metrics that it is to move.
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "sft": (["--learning_rate", "5e-5"], ["nll"]),
-    "kto": (["--learning_rate", "1e-5"], ["kto", "rewards/chosen", "rewards/rejected", "rewards/accuracies"]),
+    "kto": (
+        ["--learning_rate", "1e-5"],
+        ["kto", "rewards/chosen", "rewards/rejected", "rewards/accuracies"],
+    ),
     "orpo": (["--learning_rate", "2e-5"], ["nll", "orpo", "rewards/accuracies"]),
-    "cpo": (["--learning_rate", "1e-5", "--loss", "simpo", "--beta", "2"], ["nll", "simpo", "rewards/accuracies"]),
+    "cpo": (
+        ["--learning_rate", "1e-5", "--loss", "simpo", "--beta", "2"],
+        ["nll", "simpo", "rewards/accuracies"],
+    ),
     "reward": (["--learning_rate", "2e-5"], ["bradley_terry", "margin", "accuracy"]),
     "prm": (["--learning_rate", "1e-4", "--steps", "240"], ["step_loss", "accuracy"]),
     "distill": (["--learning_rate", "2e-5"], ["distillation"]),
@@ -35,11 +43,17 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
 
 
 def chains(count: int, seed: int, steps: int = 4) -> Iterator[dict[str, Any]]:
-    """Chains of additions, each from the last sum, up to the first wrong one; a fifth of them have none."""
+    """Chains of additions, each from the last sum, up to the first wrong one; a fifth of them have
+    none.
+    """
     rng = random.Random(seed)
     for _ in range(count):
         total, wrong = rng.randint(1, 9), rng.randrange(steps + 1)
-        row: dict[str, Any] = {"prompt": f"Start with {total} and go on adding.\n", "completions": [], "labels": []}
+        row: dict[str, Any] = {
+            "prompt": f"Start with {total} and go on adding.\n",
+            "completions": [],
+            "labels": [],
+        }
         for step in range(min(steps, wrong + 1)):
             term = rng.randint(1, 9)
             shown = total + term + (rng.choice([-3, -2, -1, 1, 2, 3]) if step == wrong else 0)
@@ -63,20 +77,37 @@ def rows(recipe: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def run(recipe: str, directory: Path, *flags: str) -> dict[str, Any]:
-    """Train one recipe; returns its target metrics on held-out data before and after, and where the model is."""
+    """Train one recipe; returns its target metrics on held-out data before and after, and where the
+    model is.
+    """
     trained = 12 * TRAINED if recipe == "prm" else TRAINED  # its rows are short
     data = write_jsonl(directory / "data.jsonl", rows(recipe, trained, seed=0))
     held_out = write_jsonl(directory / "held_out.jsonl", rows(recipe, HELD_OUT, seed=1_000_000))
     own_flags, metrics = RUNS[recipe]
-    arguments = [recipe, "--model", str(smollm2()), "--data", str(data), "--eval_data", str(held_out)]
+    arguments = [
+        recipe,
+        "--model",
+        str(smollm2()),
+        "--data",
+        str(data),
+        "--eval_data",
+        str(held_out),
+    ]
     arguments += ["--output", str(directory / "run"), "--batch_size", "8", "--micro_tokens", "2048"]
     arguments += ["--steps", str(STEPS), *own_flags, *flags]
     began = time.perf_counter()
     if burnish(arguments) != 0:
         raise RuntimeError(f"{recipe} failed")
     lines = common.read_metrics(directory / "run")
-    before, after = ({name: line[f"eval/{name}"] for name in metrics} for line in (lines[0], lines[-1]))
-    return {"flags": own_flags, "before": before, "after": after, "minutes": (time.perf_counter() - began) / 60}
+    before, after = (
+        {name: line[f"eval/{name}"] for name in metrics} for line in (lines[0], lines[-1])
+    )
+    return {
+        "flags": own_flags,
+        "before": before,
+        "after": after,
+        "minutes": (time.perf_counter() - began) / 60,
+    }
 
 
 def main(recipes: list[str]) -> None:

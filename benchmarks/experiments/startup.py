@@ -1,4 +1,5 @@
-"""Seconds until the command line answers, of a one-step run, and of the demo: ``burnish bench startup``.
+"""Seconds until the command line answers, of a one-step run, and of the demo:
+``burnish bench startup``.
 
     command    wall and processor seconds of ``burnish --version``, ``--help``, a wrong flag, and ``burnish dpo --help``
     one step   of ``burnish dpo`` and ``burnish grpo`` on --model, over loading it, one step and saving it by themselves
@@ -27,21 +28,36 @@ import torch
 from ..real_model import preference_pairs, write_jsonl
 from ..report import machine, say
 
-BURNISH = [sys.executable, "-m", "burnish"]  # the code that runs here; an installed script may be of another
+# the code that runs here; an installed script may be of another
+BURNISH = [sys.executable, "-m", "burnish"]
 ALONE = [sys.executable, "-m", f"{__package__}.startup"]
 COMMANDS = {
     "burnish --version": ["--version"],
     "burnish --help": ["--help"],
-    "burnish dpo --bta 0.1": ["dpo", "--model", "m", "--data", "d", "--output", "o", "--bta", "0.1"],
+    "burnish dpo --bta 0.1": [
+        "dpo",
+        "--model",
+        "m",
+        "--data",
+        "d",
+        "--output",
+        "o",
+        "--bta",
+        "0.1",
+    ],
     "burnish dpo --help": ["dpo", "--help"],
 }
 
 
 def timed(command: Sequence[str], first: str = "", wanted: int = 0) -> dict[str, float]:
-    """Wall and processor seconds of a process, and the seconds until it prints a line that matches ``first``."""
+    """Wall and processor seconds of a process, and the seconds until it prints a line that matches
+    ``first``.
+    """
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     seconds: dict[str, float] = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         assert process.stdout is not None
         lines = []
         for line in process.stdout:
@@ -51,19 +67,25 @@ def timed(command: Sequence[str], first: str = "", wanted: int = 0) -> dict[str,
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode != wanted:
         output = "".join(lines)[-2000:]
-        raise RuntimeError(f"{' '.join(command)[:200]} ended with status {process.returncode}:\n{output}")
+        raise RuntimeError(
+            f"{' '.join(command)[:200]} ended with status {process.returncode}:\n{output}"
+        )
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"seconds": time.perf_counter() - began, "cpu_seconds": cpu, **seconds}
 
 
 def answers(rounds: int) -> Iterator[tuple[str, dict[str, float]]]:
     for name, flags in COMMANDS.items():
-        runs = [timed([*BURNISH, *flags], wanted=2 if "--bta" in flags else 0) for _ in range(rounds)]
+        runs = [
+            timed([*BURNISH, *flags], wanted=2 if "--bta" in flags else 0) for _ in range(rounds)
+        ]
         yield name, {key: median(run[key] for run in runs) for key in runs[0]}
 
 
 def alone(recipe: str, model: str, data: str, output: str) -> None:
-    """What no run of one step avoids, from our own parts: imports, load, one optimizer step and save."""
+    """What no run of one step avoids, from our own parts: imports, load, one optimizer step and
+    save.
+    """
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -92,13 +114,19 @@ def alone(recipe: str, model: str, data: str, output: str) -> None:
         batches = [collate([example(pairs, i) for i in range(len(pairs))])]
 
         def objective(policy: Any, batch: Any) -> Any:
-            sums = (sequence_sum(x, batch.sequence, batch.sequences) for x in (policy(batch).logprob, reference(batch)))
+            sums = (
+                sequence_sum(x, batch.sequence, batch.sequences)
+                for x in (policy(batch).logprob, reference(batch))
+            )
             kinds = [side[batch.completion == i] for side in sums for i in (0, 1)]
             return {"dpo": dpo(*kinds, beta=0.1)}
     else:
         prompts = [json.loads(line) for line in Path(data).read_text().splitlines()]
         scheduler = RolloutScheduler(
-            LocalSource(policy, tokenizer), prompts, group_size=4, sampling=SamplingParams(max_tokens=8)
+            LocalSource(policy, tokenizer),
+            prompts,
+            group_size=4,
+            sampling=SamplingParams(max_tokens=8),
         )
         scheduler.publish(policy)
         rollout = RolloutBuffer(scheduler.take(2))
@@ -108,28 +136,52 @@ def alone(recipe: str, model: str, data: str, output: str) -> None:
 
         def objective(policy: Any, batch: Any) -> Any:
             columns = batch.columns["sampled_logp"], batch.columns["advantage"]
-            return {"grpo": clipped_surrogate(policy(batch).logprob, *columns, clip_low=0.2, clip_high=0.2)}
+            return {
+                "grpo": clipped_surrogate(
+                    policy(batch).logprob, *columns, clip_low=0.2, clip_high=0.2
+                )
+            }
 
-    weightings: Any = {"dpo": {"dpo": (1.0, pair_mean)}, "grpo": {"grpo": (1.0, length_normalized)}}[recipe]
+    weightings: Any = {
+        "dpo": {"dpo": (1.0, pair_mean)},
+        "grpo": {"grpo": (1.0, length_normalized)},
+    }[recipe]
     train_step(Accelerator(), policy, optimizer, batches, objective, weightings, max_grad_norm=1.0)
     network.save_pretrained(output)
     tokenizer.save_pretrained(output)
 
 
 def one_step(model: Path, directory: Path) -> Iterator[tuple[str, dict[str, float]]]:
-    """DPO on 8 pairs, GRPO on 4 completions of 8 tokens to each of 2 prompts; and the same work alone."""
+    """DPO on 8 pairs, GRPO on 4 completions of 8 tokens to each of 2 prompts; and the same work
+    alone.
+    """
     pairs = list(preference_pairs(8, seed=0))
     prompts = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in pairs]
-    grpo = ["--prompts_per_rollout", "2", "--group_size", "4", "--max_tokens", "8", "--rewards", "{exact_match: 1.0}"]
+    grpo = [
+        "--prompts_per_rollout",
+        "2",
+        "--group_size",
+        "4",
+        "--max_tokens",
+        "8",
+        "--rewards",
+        "{exact_match: 1.0}",
+    ]
     flags = {"dpo": ["--batch_size", "8"], "grpo": [*grpo, "--show_every", "0"]}
     for recipe, rows in {"dpo": pairs, "grpo": prompts}.items():
-        data, output = str(write_jsonl(directory / f"{recipe}.jsonl", rows)), str(directory / recipe)
+        data, output = (
+            str(write_jsonl(directory / f"{recipe}.jsonl", rows)),
+            str(directory / recipe),
+        )
         unavoidable = timed([*ALONE, recipe, str(model), data, f"{output}-alone"])
         yield f"{recipe}: load, step, save", unavoidable
         places = ["--model", str(model), "--data", data, "--output", output]
         run = timed([*BURNISH, recipe, *places, "--steps", "1", *flags[recipe]])
         ratios = {"ratio": "seconds", "cpu_ratio": "cpu_seconds"}
-        yield f"burnish {recipe}, one step", run | {name: run[key] / unavoidable[key] for name, key in ratios.items()}
+        yield (
+            f"burnish {recipe}, one step",
+            run | {name: run[key] / unavoidable[key] for name, key in ratios.items()},
+        )
 
 
 def demo(output: str) -> Iterator[tuple[str, dict[str, float]]]:
@@ -138,12 +190,20 @@ def demo(output: str) -> Iterator[tuple[str, dict[str, float]]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="burnish bench startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="burnish bench startup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", type=Path, help="directory of a model; without it no run of one step is measured")
-    parser.add_argument("--demo", action=argparse.BooleanOptionalAction, default=False, help="run the demo, too")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="directory of startup.json")
+    parser.add_argument(
+        "--model", type=Path, help="directory of a model; without it no run of one step is measured"
+    )
+    parser.add_argument(
+        "--demo", action=argparse.BooleanOptionalAction, default=False, help="run the demo, too"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/bench"), help="directory of startup.json"
+    )
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}

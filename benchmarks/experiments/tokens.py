@@ -1,14 +1,16 @@
-"""Processor seconds, wall seconds and memory to encode preference pairs: ``burnish bench tokens --tokenizer DIR``.
+"""Processor seconds, wall seconds and memory to encode preference pairs:
+``burnish bench tokens --tokenizer DIR``.
 
-Short conversational pairs of random words are written to a JSON Lines file. A process of its own reads it, encodes it
-by `encode_preference` and plans every step of an epoch, as `burnish dpo` does, once for each number of ``--processes``;
-what it writes to the disk is not there yet. The rows must come out the same each time. Processor seconds are of all
-processes together, and of the parent, which is the part that more processes don't share; on a machine that does other
-work, too, they say more than the seconds.
+Short conversational pairs of random words are written to a JSON Lines file. A process of its own
+reads it, encodes it by `encode_preference` and plans every step of an epoch, as `burnish dpo` does,
+once for each number of ``--processes``; what it writes to the disk is not there yet. The rows must
+come out the same each time. Processor seconds are of all processes together, and of the parent,
+which is the part that more processes don't share; on a machine that does other work, too, they say
+more than the seconds.
 
-Memory is looked at twice a second, and listed for each tenth of the time: of the parent and of each process that
-tokenizes the resident set, which counts pages of the files that are mapped, and ``private``, what is not of a file; of
-all together the latter, pages that they share counted once.
+Memory is looked at twice a second, and listed for each tenth of the time: of the parent and of each
+process that tokenizes the resident set, which counts pages of the files that are mapped, and
+``private``, what is not of a file; of all together the latter, pages that they share counted once.
 """
 
 import argparse
@@ -70,17 +72,31 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
     from ...data import Batches, Tokenization, encode_preference, load_data, token_cost
 
     loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
-    cpu_before, parent_before, times = _processor_seconds(), time.process_time(), [time.perf_counter()]
+    cpu_before, parent_before, times = (
+        _processor_seconds(),
+        time.process_time(),
+        [time.perf_counter()],
+    )
     records, _ = load_data(data)
     times.append(time.perf_counter())
-    encoded, accounting = encode_preference(records, loaded, Tokenization(max_length=1024, processes=processes))
+    encoded, accounting = encode_preference(
+        records, loaded, Tokenization(max_length=1024, processes=processes)
+    )
     times.append(time.perf_counter())
     batches = Batches(
-        token_cost(encoded, shared_prompt=True), batch_size=64, micro_tokens=16_384, seed=0, epochs=1, ranks=2
+        token_cost(encoded, shared_prompt=True),
+        batch_size=64,
+        micro_tokens=16_384,
+        seed=0,
+        epochs=1,
+        ranks=2,
     )
     steps = sum(1 for step in range(len(batches)) if batches.plan(step))
     times.append(time.perf_counter())
-    cpu_seconds, parent_cpu_seconds = _processor_seconds() - cpu_before, time.process_time() - parent_before
+    cpu_seconds, parent_cpu_seconds = (
+        _processor_seconds() - cpu_before,
+        time.process_time() - parent_before,
+    )
     rows = hashlib.sha256()
     for table in encoded.with_format("arrow").iter(1000):
         for column in table.columns:
@@ -95,7 +111,10 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
         "tokens": accounting.total_tokens,
         "steps": steps,
         "seconds": times[-1] - times[0],
-        **{name: after - before for name, (before, after) in zip(parts, pairwise(times), strict=True)},
+        **{
+            name: after - before
+            for name, (before, after) in zip(parts, pairwise(times), strict=True)
+        },
         "cpu_seconds": cpu_seconds,
         "parent_cpu_seconds": parent_cpu_seconds,
         "sha256": rows.hexdigest(),
@@ -108,10 +127,16 @@ def _processor_seconds() -> float:
 
 
 def _memory(process: Path) -> dict[str, float]:
-    """The resident set of a process, and its pages of no file, shared ones in full and by their share, in MB."""
+    """The resident set of a process, and its pages of no file, shared ones in full and by their
+    share, in MB.
+    """
     lines = (line.split() for line in (process / "smaps_rollup").read_text().splitlines()[1:])
     kilobytes = {words[0]: int(words[1]) / 1024 for words in lines}
-    return {"resident": kilobytes["Rss:"], "private": kilobytes["Anonymous:"], "share": kilobytes["Pss_Anon:"]}
+    return {
+        "resident": kilobytes["Rss:"],
+        "private": kilobytes["Anonymous:"],
+        "share": kilobytes["Pss_Anon:"],
+    }
 
 
 def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, dict[str, list[float]]]:
@@ -121,9 +146,19 @@ def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, dict[
         parent = Path("/proc", str(running.pid))
         while running.poll() is None:
             with contextlib.suppress(OSError, KeyError):
-                children = [Path("/proc", pid) for task in parent.glob("task/*/children") for pid in _words(task)]
-                sizes = {"parent": _memory(parent)} | {f"process {n}": _memory(c) for n, c in enumerate(children, 1)}
-                sample = {f"{name}, {kind}": mb for name, size in sizes.items() for kind, mb in size.items()}
+                children = [
+                    Path("/proc", pid)
+                    for task in parent.glob("task/*/children")
+                    for pid in _words(task)
+                ]
+                sizes = {"parent": _memory(parent)} | {
+                    f"process {n}": _memory(c) for n, c in enumerate(children, 1)
+                }
+                sample = {
+                    f"{name}, {kind}": mb
+                    for name, size in sizes.items()
+                    for kind, mb in size.items()
+                }
                 shares = [sample.pop(f"{name}, share") for name in sizes]
                 samples.append(sample | {"all, private": sum(shares)})
             time.sleep(0.5)
@@ -133,7 +168,10 @@ def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, dict[
     bounds = [len(samples) * tenth // 10 for tenth in range(11)]
     tenths = [samples[begin : max(end, begin + 1)] for begin, end in pairwise(bounds)]
     names = dict.fromkeys(name for sample in samples for name in sample)
-    return output, {name: [round(max(each.get(name, 0) for each in tenth)) for tenth in tenths] for name in names}
+    return output, {
+        name: [round(max(each.get(name, 0) for each in tenth)) for tenth in tenths]
+        for name in names
+    }
 
 
 def _words(file: Path) -> list[str]:
@@ -142,13 +180,18 @@ def _words(file: Path) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="burnish bench tokens", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="burnish bench tokens",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokenizer", required=True, help="directory of a tokenizer with a chat template")
+    parser.add_argument(
+        "--tokenizer", required=True, help="directory of a tokenizer with a chat template"
+    )
     parser.add_argument("--rows", type=int, default=100_000, help="pairs")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
-    parser.add_argument("--data", help=argparse.SUPPRESS)  # the file to encode, in a process of its own
+    # the file to encode, in a process of its own
+    parser.add_argument("--data", help=argparse.SUPPRESS)
     flags = parser.parse_args(arguments)
     if flags.data:
         print(json.dumps(encode(flags.data, flags.tokenizer, flags.processes[0])))
@@ -157,8 +200,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
         data = str(write_jsonl(Path(directory) / "pairs.jsonl", pairs(flags.rows)))
         for number, processes in enumerate(flags.processes):
-            cache = {"HF_DATASETS_CACHE": f"{directory}/cache-{number}", "TOKENIZERS_PARALLELISM": "false"}
-            command = [sys.executable, "-m", f"{__package__}.tokens", "--tokenizer", flags.tokenizer, "--data", data]
+            cache = {
+                "HF_DATASETS_CACHE": f"{directory}/cache-{number}",
+                "TOKENIZERS_PARALLELISM": "false",
+            }
+            command = [
+                sys.executable,
+                "-m",
+                f"{__package__}.tokens",
+                "--tokenizer",
+                flags.tokenizer,
+                "--data",
+                data,
+            ]
             output, memory = _watched([*command, "--processes", str(processes)], os.environ | cache)
             run = json.loads(output.splitlines()[-1]) | {"memory_mb": memory}
             run["cpu_seconds_per_10k"] = run["cpu_seconds"] / run["rows"] * 10_000
@@ -174,7 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len({run["sha256"] for run in runs}) > 1:
         raise RuntimeError("the rows depend on the number of processes")
     if flags.output:
-        flags.output.write_text(json.dumps({"machine": machine(torch.device("cpu")), "runs": runs}, indent=2) + "\n")
+        flags.output.write_text(
+            json.dumps({"machine": machine(torch.device("cpu")), "runs": runs}, indent=2) + "\n"
+        )
     return 0
 
 

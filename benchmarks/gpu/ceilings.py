@@ -1,7 +1,8 @@
-"""The rates of the machine itself, in the run in which providers are measured, and where the time of our step goes.
+"""The rates of the machine itself, in the run in which providers are measured, and where the time
+of our step goes.
 
-Each function returns one row of a table, numbers by column; products are TFLOP/s unless another unit is named. On a CPU
-they run the same lines, at given sizes, in products of float32.
+Each function returns one row of a table, numbers by column; products are TFLOP/s unless another
+unit is named. On a CPU they run the same lines, at given sizes, in products of float32.
 """
 
 import math
@@ -45,9 +46,14 @@ def square(device: str, side: int, seconds: float) -> dict[str, Any]:
 
 
 def products(device: str, rows: int, columns: int, width: int, seconds: float) -> dict[str, Any]:
-    """The products of a tile: logits into float32 and bfloat16, sums of gradients, and a gradient in one product."""
+    """The products of a tile: logits into float32 and bfloat16, sums of gradients, and a gradient
+    in one product.
+    """
     h, w, dc = _random(device, (rows, width), (columns, width), (rows, columns))
-    z, dh, dw = (torch.zeros(size, device=device) for size in ((rows, columns), (rows, width), (columns, width)))
+    z, dh, dw = (
+        torch.zeros(size, device=device)
+        for size in ((rows, columns), (rows, width), (columns, width))
+    )
     z16, dw16 = z.to(h.dtype), dw.to(h.dtype)
     steps = {
         "z f32": lambda _: _multiply(h, w.t(), z, 0.0),
@@ -61,7 +67,9 @@ def products(device: str, rows: int, columns: int, width: int, seconds: float) -
 
 
 def truncation(device: str, width: int, rows: int, columns: int) -> dict[str, Any]:
-    """Errors of logits in a product of bfloat16 into float32, whose sums a tensor core may cut off, not round."""
+    """Errors of logits in a product of bfloat16 into float32, whose sums a tensor core may cut off,
+    not round.
+    """
     h, w = _random(device, (rows, width), (columns, width))
     w *= SPREAD / math.sqrt(width)
     exact = h.double() @ w.double().t()
@@ -71,16 +79,26 @@ def truncation(device: str, width: int, rows: int, columns: int) -> dict[str, An
 
 
 def logprobs(device: str, shape: tuple[int, ...], provider: str) -> dict[str, Any]:
-    """Errors of log-probs in nats; those of the provider "cublas" have their logits from one product into float32."""
+    """Errors of log-probs in nats; those of the provider "cublas" have their logits from one
+    product into float32.
+    """
     inputs, exact = _exact(device, shape)
-    hidden, weight, target = inputs.tensors["hidden"][:ROWS], inputs.tensors["weight"], inputs.tensors["target"][:ROWS]
+    hidden, weight, target = (
+        inputs.tensors["hidden"][:ROWS],
+        inputs.tensors["weight"],
+        inputs.tensors["target"][:ROWS],
+    )
     with torch.no_grad():
         if provider == "cublas":
             logp = _float32_product(hidden, weight).log_softmax(-1).gather(1, target[:, None])[:, 0]
         else:
             (logp,) = OPERATION.find(provider).compute(hidden, weight, target, ("logprob",))
     error = logp.double() - exact
-    kinds = {"largest": error.abs().max(), "root mean square": error.square().mean().sqrt(), "mean": error.mean()}
+    kinds = {
+        "largest": error.abs().max(),
+        "root mean square": error.square().mean().sqrt(),
+        "mean": error.mean(),
+    }
     return {name: _small(value) for name, value in kinds.items()}
 
 
@@ -95,21 +113,28 @@ def _exact(device: str, shape: tuple[int, ...]) -> tuple[Inputs, Tensor]:
     return inputs, torch.cat(parts)
 
 
-def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float) -> dict[str, Any]:
-    """Milliseconds of our forward and backward with tiles of that size, for three budgets of kept logits."""
+def tiles(
+    device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float
+) -> dict[str, Any]:
+    """Milliseconds of our forward and backward with tiles of that size, for three budgets of kept
+    logits.
+    """
     inputs = _inputs(device, shape)
     names = ("GPU_ROWS", "GPU_COLUMNS") if inputs.device.type == "cuda" else ("ROWS", "COLUMNS")
     sizes: dict[str, Any] = dict(zip(names, (rows, columns), strict=True))
     with clocks(inputs.device) as state, mock.patch.multiple(passes, **sizes):
         milliseconds = {
-            f"ms{budget.replace('-', ' ')}": 1000 * sum(timed(_ours(inputs, budget), inputs.device, seconds))
+            f"ms{budget.replace('-', ' ')}": 1000
+            * sum(timed(_ours(inputs, budget), inputs.device, seconds))
             for budget in ("-recompute", "", "-4GiB")
         }
     return milliseconds | _state(state)
 
 
 def profile(device: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    """The kernels of one step of ours, log-prob and entropy, forward and backward, with all logits kept."""
+    """The kernels of one step of ours, log-prob and entropy, forward and backward, with all logits
+    kept.
+    """
     inputs = _inputs(device, shape)
     on_gpu = inputs.device.type == "cuda"
     step = _ours(inputs, "-4GiB")
@@ -118,11 +143,15 @@ def profile(device: str, shape: tuple[int, ...]) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         timed(step, inputs.device)
     by = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
-    return {"text": profiler.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)}
+    return {
+        "text": profiler.key_averages().table(sort_by=by, row_limit=30, max_name_column_width=70)
+    }
 
 
 def _ours(inputs: Inputs, budget: str) -> Callable[..., object]:
-    provider = OPERATION.find(f"burnish-{'triton' if inputs.device.type == 'cuda' else 'torch'}{budget}")
+    provider = OPERATION.find(
+        f"burnish-{'triton' if inputs.device.type == 'cuda' else 'torch'}{budget}"
+    )
     return partial(measure.run, inputs, provider, ("logprob", "entropy"), "train")
 
 
@@ -154,7 +183,10 @@ def _rates(
 ) -> dict[str, Any]:
     """The operations, or bytes, of each step in 10¹² a second."""
     with clocks(device) as state:
-        rates = {name: work / timed(step, device, seconds)[0] / 1e12 for name, (step, work) in steps.items()}
+        rates = {
+            name: work / timed(step, device, seconds)[0] / 1e12
+            for name, (step, work) in steps.items()
+        }
     return rates | _state(state)
 
 

@@ -1,4 +1,6 @@
-"""Measurements in order, as many as fit into a time, none of them twice: what ``burnish bench gpu`` is made of."""
+"""Measurements in order, as many as fit into a time, none of them twice: what ``burnish bench gpu``
+is made of.
+"""
 
 import hashlib
 import json
@@ -35,7 +37,9 @@ class Unit(NamedTuple):
 
 
 class Book:
-    """The measurements so far, a line of ``path`` each; only those of today's code, packages and device are seen."""
+    """The measurements so far, a line of ``path`` each; only those of today's code, packages and
+    device are seen.
+    """
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device
@@ -52,7 +56,12 @@ class Book:
 
     def add(self, unit: Unit, guess: float, outcome: dict[str, Any]) -> dict[str, Any]:
         """``outcome`` as a record of this unit, written to the file."""
-        names = {"part": unit.part, "case": unit.case, "provider": unit.provider, "estimated": guess}
+        names = {
+            "part": unit.part,
+            "case": unit.case,
+            "provider": unit.provider,
+            "estimated": guess,
+        }
         record = {**names, "version": version(unit.provider, self.device), **outcome}
         with self.path.open("a") as file:
             file.write(json.dumps(json.loads(json.dumps(record), parse_constant=str)) + "\n")
@@ -72,7 +81,9 @@ class Book:
         return False
 
     def given_up(self) -> dict[str, str]:
-        """Providers that ran out of time once or ended the process twice, and so cost no more time; and where."""
+        """Providers that ran out of time once or ended the process twice, and so cost no more time;
+        and where.
+        """
         lost: dict[str, list[dict[str, Any]]] = {}
         for record in self.records.values():
             if record["status"] == "lost":
@@ -84,8 +95,12 @@ class Book:
         }
 
     def estimate(self, unit: Unit, guess: float) -> float:
-        """Seconds: the guess, corrected by the others so far; half as much again as what once was not enough."""
-        shares = [r["took"] / r["estimated"] for r in self.records.values() if r["status"] == "done"]
+        """Seconds: the guess, corrected by the others so far; half as much again as what once was
+        not enough.
+        """
+        shares = [
+            r["took"] / r["estimated"] for r in self.records.values() if r["status"] == "done"
+        ]
         pace = min(4.0, max(0.25, median(shares))) if len(shares) > 3 else 1.0
         record = self.record_of(unit)
         cut = 1.5 * float(record["took"]) if record and record["status"] == "cut" else 0.0
@@ -94,11 +109,22 @@ class Book:
 
 @cache
 def version(provider: str, device: str) -> str:
-    """A hash of all that a figure depends on: device, rules, and the provider's code, or the version of its package."""
-    files = [ROOT / "benchmarks" / f"{name}.py" for name in ("measure", "operation", "kernels", "gpu/ceilings")]
+    """A hash of all that a figure depends on: device, rules, and the provider's code, or the
+    version of its package.
+    """
+    files = [
+        ROOT / "benchmarks" / f"{name}.py"
+        for name in ("measure", "operation", "kernels", "gpu/ceilings")
+    ]
     if provider.startswith("burnish"):
-        files += sorted(path for room in ("kernels", "objectives") for path in (ROOT / room).glob("*.py"))
-    packages = ["torch", "triton", *[package for name, package in PEERS.items() if provider.startswith(name)]]
+        files += sorted(
+            path for room in ("kernels", "objectives") for path in (ROOT / room).glob("*.py")
+        )
+    packages = [
+        "torch",
+        "triton",
+        *[package for name, package in PEERS.items() if provider.startswith(name)],
+    ]
     gpu = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
     parts = [json.dumps([gpu, versions(packages)]).encode(), *(path.read_bytes() for path in files)]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:12]
@@ -111,7 +137,9 @@ def chain(
     attempt: Callable[[Unit, float], dict[str, Any]],
     on_record: Callable[[dict[str, Any]], None],
 ) -> list[Unit]:
-    """Measures what was not measured and fits into what is ``left()``, in order; returns what does not fit."""
+    """Measures what was not measured and fits into what is ``left()``, in order; returns what does
+    not fit.
+    """
     rest, before = [], ""
     for unit in units:
         if book.done(unit) or unit.provider in book.given_up():
@@ -131,14 +159,19 @@ def chain(
 def attempted(
     worker: Worker, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]
 ) -> dict[str, Any]:
-    """Measures a unit: "done" with the result, "lost" or "failed" with the reason, "cut" after ``limit`` seconds."""
+    """Measures a unit: "done" with the result, "lost" or "failed" with the reason, "cut" after
+    ``limit`` seconds.
+    """
     began = clock()
     outcome: dict[str, Any]
     try:
         if unit.plan is not None:
             worker.prepare(harness.prepared, unit.plan, seconds=min(worker.start, limit))
         seconds = min(max(patience, 2 * unit.seconds), limit - (clock() - began))
-        outcome = {"status": "done", "found": worker.call(unit.function, *unit.arguments, seconds=seconds)}
+        outcome = {
+            "status": "done",
+            "found": worker.call(unit.function, *unit.arguments, seconds=seconds),
+        }
     except (Lost, CallFailed) as error:
         outcome = {"status": "lost" if isinstance(error, Lost) else "failed", "reason": str(error)}
         outcome |= {"silent": error.silent} if isinstance(error, Lost) else {}

@@ -1,4 +1,5 @@
-"""Everything that matters on a GPU, in parts that fit into minutes: ``burnish bench gpu --output DIR``.
+"""Everything that matters on a GPU, in parts that fit into minutes:
+``burnish bench gpu --output DIR``.
 
     ceilings     bytes and products of this machine, in a burst and sustained
     head         N = 8192, D = 4096, V = 151936 in bfloat16, log-prob and entropy, forward alone and with gradients
@@ -12,10 +13,11 @@
     grid         tokens x width x vocabulary of real models
     compiled     the naive formula through inductor, once
 
-A call measures, in this order, what fits into --minutes, and says what is left and how long that would take: call it
-again. Every measurement is a line of gpu.jsonl in --output, and is not done again unless the code or package that it
-measures has changed, or its line is deleted. A provider that hangs, crashes or is missing loses rows, with the reason.
-At the end, and in gpu.md, stand the figures that our head is to meet, as far as they were measured.
+A call measures, in this order, what fits into --minutes, and says what is left and how long that
+would take: call it again. Every measurement is a line of gpu.jsonl in --output, and is not done
+again unless the code or package that it measures has changed, or its line is deleted. A provider
+that hangs, crashes or is missing loses rows, with the reason. At the end, and in gpu.md, stand the
+figures that our head is to meet, as far as they were measured.
 """
 
 import argparse
@@ -40,10 +42,13 @@ from . import ceilings
 from .chain import Book, Unit, attempted, chain
 from .targets import HEADER, cells, ours, targets
 
-START = 150.0  # seconds for a process, or for inputs and their truth: imports of a fresh machine take their time
+# seconds for a process, or for inputs and their truth: imports of a fresh machine take their time
+START = 150.0
 
 
-def benchmark(operation_name: str, flags: str, part: str, options: argparse.Namespace) -> Iterator[Unit]:
+def benchmark(
+    operation_name: str, flags: str, part: str, options: argparse.Namespace
+) -> Iterator[Unit]:
     """``burnish bench operation_name`` with these flags, each provider in each case."""
     try:
         operation = named(operation_name)
@@ -51,10 +56,18 @@ def benchmark(operation_name: str, flags: str, part: str, options: argparse.Name
         options.missing[part] = f"{error.name} is not installed"
         return
     shapes = ["--shapes", *options.shapes] if options.shapes else []
-    arguments = [*ROUNDS.split(), *flags.split(), *shapes, *options.more, "--device", options.device]
+    arguments = [
+        *ROUNDS.split(),
+        *flags.split(),
+        *shapes,
+        *options.more,
+        "--device",
+        options.device,
+    ]
     parsed = harness.parser(operation).parse_args(arguments)
     known = [name for name in options.providers or parsed.providers if operation.knows(name)]
-    parsed.providers = [name for name in known if name not in options.missing]  # its import may hang: not asked again
+    # its import may hang: not asked again
+    parsed.providers = [name for name in known if name not in options.missing]
     parsed.patience = options.patience
     if not parsed.providers:
         return
@@ -67,11 +80,15 @@ def benchmark(operation_name: str, flags: str, part: str, options: argparse.Name
     for plan, names in plans:
         title = f"{plan.title}, {' '.join(plan.passes)}"
         for name in names:
-            yield Unit(part, title, name, *estimate(plan, name), harness.measured, (plan, [name]), plan)
+            yield Unit(
+                part, title, name, *estimate(plan, name), harness.measured, (plan, [name]), plan
+            )
 
 
 def estimate(plan: harness.Plan, name: str) -> tuple[float, float]:
-    """Seconds for a provider, and before it for inputs and truth: a guess, from operations and plausible rates."""
+    """Seconds for a provider, and before it for inputs and truth: a guess, from operations and
+    plausible rates.
+    """
     tokens, *widths, vocab = plan.shape
     work = tokens * vocab * sum(widths)
     rate, exact = (3e14, 2e13) if plan.device.startswith("cuda") else (5e10, 5e9)
@@ -85,7 +102,9 @@ def measure_ceilings(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     yield Unit(part, "copy", "torch", 5, 10, ceilings.copy, (device, min(2**32, 16 * n * v), 0.5))
     side = min(n, 8192)
     yield Unit(part, f"{side}^3", "cublas", 5, 10, ceilings.square, (device, side, 2.0))
-    for rows, columns in product((n // 2, n), sorted({min(v, columns) for columns in (4096, 8192, 16384)})):
+    for rows, columns in product(
+        (n // 2, n), sorted({min(v, columns) for columns in (4096, 8192, 16384)})
+    ):
         arguments = device, rows, columns, d, 0.5
         yield Unit(part, f"{rows}x{columns}x{d}", "cublas", 5, 10, ceilings.products, arguments)
 
@@ -94,12 +113,24 @@ def measure_digits(part: str, options: argparse.Namespace) -> Iterator[Unit]:
     (n, d, v), missing = options.shape, options.missing
     for width in (d // 8, d // 4, d // 2, d, 2 * d):
         sizes = width, min(n, 256), min(v, 8192)
-        yield Unit(part, f"product, K = {width}", "cublas", 1, 10, ceilings.truncation, (options.device, *sizes))
+        yield Unit(
+            part,
+            f"product, K = {width}",
+            "cublas",
+            1,
+            10,
+            ceilings.truncation,
+            (options.device, *sizes),
+        )
     known = [name for name in options.providers or DIGITS.split() if OPERATION.knows(name)]
     names = [name for name in known if name not in missing]
-    missing.update(harness.missing(OPERATION, names, options.device, options.worker, options.patience))
+    missing.update(
+        harness.missing(OPERATION, names, options.device, options.worker, options.patience)
+    )
     for name in ("cublas", *(name for name in names if name not in missing)):
-        yield Unit(part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name))
+        yield Unit(
+            part, "log-probs", name, 4, 10, ceilings.logprobs, (options.device, options.shape, name)
+        )
 
 
 def measure_profile(part: str, options: argparse.Namespace) -> Iterator[Unit]:
@@ -139,28 +170,56 @@ PARTS: dict[str, Callable[[str, argparse.Namespace], Iterator[Unit]]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
-    """Returns 0; 1 if one of ours has failed, or nothing was measured yet; 2 for a mistake in the arguments."""
+def main(
+    arguments: Sequence[str] | None = None, clock: Callable[[], float] = time.monotonic
+) -> int:
+    """Returns 0; 1 if one of ours has failed, or nothing was measured yet; 2 for a mistake in the
+    arguments.
+    """
     began = clock()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
-        prog="burnish bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="burnish bench gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="some of them")
     add("--minutes", type=float, default=9.0, help="of this call; 0 only says what is left")
     add("--shapes", nargs="+", metavar="NAME", help="in place of each part's own, such as tiny")
-    add("--providers", nargs="+", metavar="NAME", help="in place of each part's own; each where it is known")
+    add(
+        "--providers",
+        nargs="+",
+        metavar="NAME",
+        help="in place of each part's own; each where it is known",
+    )
     add("--device", default="cuda")
-    add("--isolate", action=argparse.BooleanOptionalAction, help="measure in a process of its own; so on a GPU")
-    add("--patience", type=float, default=60.0, help="seconds for one measurement, or twice its estimate, if isolated")
-    add("--output", type=Path, default=Path("runs/bench"), help="where the measurements and the report are")
+    add(
+        "--isolate",
+        action=argparse.BooleanOptionalAction,
+        help="measure in a process of its own; so on a GPU",
+    )
+    add(
+        "--patience",
+        type=float,
+        default=60.0,
+        help="seconds for one measurement, or twice its estimate, if isolated",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/bench"),
+        help="where the measurements and the report are",
+    )
     flags, more = parser.parse_known_args(arguments)
     isolate = flags.device.startswith("cuda") if flags.isolate is None else flags.isolate
     with closing(Worker(isolate, START)) as worker:
         try:
-            report = harness.new_report(shlex.join(["burnish", "bench", "gpu", *arguments]), flags.device)
-            # Of `missing` every part adds its own: providers that can't be measured, with the reason.
+            report = harness.new_report(
+                shlex.join(["burnish", "bench", "gpu", *arguments]), flags.device
+            )
+            # Of `missing` every part adds its own: providers that can't be measured, with the
+            # reason.
             flags.more, flags.missing, flags.worker = more, report["unavailable"], worker
             flags.shape = OPERATION.parse_shapes(flags.shapes or ["large"])[0]  # of the head
             units = planned(flags)
@@ -176,7 +235,9 @@ def main(arguments: Sequence[str] | None = None, clock: Callable[[], float] = ti
         def left() -> float:
             return 60 * float(flags.minutes) - (clock() - began)
 
-        rest = chain(units, book, left, attempt, lambda record: write(record, book, report, flags.output))
+        rest = chain(
+            units, book, left, attempt, lambda record: write(record, book, report, flags.output)
+        )
     finish(report, book, flags.output)
     for name, rows in report["tables"].items():
         show_table(*grid(rows), name)
@@ -205,7 +266,9 @@ def planned(options: argparse.Namespace) -> list[Unit]:
 def write(record: dict[str, Any], book: Book, report: dict[str, Any], output: Path) -> None:
     """Prints a line for each figure, and saves the report so far."""
     for text in lines(record):
-        say(f"{record['part']}  {record['case']}  {record['provider']}: {text}  [{record['took']:.0f} s]")
+        say(
+            f"{record['part']}  {record['case']}  {record['provider']}: {text}  [{record['took']:.0f} s]"
+        )
     finish(report, book, output, plots=False)
 
 
@@ -217,7 +280,11 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
             yield from (f"{case['pass']} {in_a_line(row)}" for row in case["rows"])
     else:
         names, ((_, *cells),) = grid({"": record["found"]})
-        yield "see profile.txt" if "text" in names else ", ".join(map(" ".join, zip(names[1:], cells, strict=True)))
+        yield (
+            "see profile.txt"
+            if "text" in names
+            else ", ".join(map(" ".join, zip(names[1:], cells, strict=True)))
+        )
 
 
 def in_a_line(row: dict[str, Any]) -> str:
@@ -225,13 +292,17 @@ def in_a_line(row: dict[str, Any]) -> str:
         return f"{row['status']}, {row['reason']}"
     ratios = " ".join(f"÷{name} {value:.2f}" for name, value in row["ratio"].items())
     errors = " ".join(f"{name} {float(value):.0e}" for name, value in row["errors"].items())
-    return f"{1000 * row['seconds']['median']:.3g} ms, {ratios}; {errors}; {shown(row.get('clocks'))}"
+    return (
+        f"{1000 * row['seconds']['median']:.3g} ms, {ratios}; {errors}; {shown(row.get('clocks'))}"
+    )
 
 
 def finish(report: dict[str, Any], book: Book, output: Path, *, plots: bool = True) -> None:
     """Writes the report of all records as gpu.json, gpu.md, gpu.png and profile.txt."""
     order = {part: i for i, part in enumerate(PARTS)}
-    records = sorted(book.records.values(), key=lambda record: order.get(record["part"], len(order)))
+    records = sorted(
+        book.records.values(), key=lambda record: order.get(record["part"], len(order))
+    )
     report["cases"], report["tables"] = merged(records), {}
     for record in records:
         if record["status"] != "done":
@@ -255,7 +326,9 @@ def finish(report: dict[str, Any], book: Book, output: Path, *, plots: bool = Tr
 def grid(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of rows that may have different columns."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
-    return ["", *names], [[label, *(_cell(row.get(name)) for name in names)] for label, row in rows.items()]
+    return ["", *names], [
+        [label, *(_cell(row.get(name)) for name in names)] for label, row in rows.items()
+    ]
 
 
 def _cell(value: Any) -> str:
@@ -267,7 +340,11 @@ def _cell(value: Any) -> str:
 def status(book: Book, report: dict[str, Any]) -> int:
     """1 if one of ours failed, was lost or is wrong, or nothing was measured yet."""
     records = book.records.values()
-    bad = [r for r in records if r["provider"].startswith("burnish") and r["status"] in ("failed", "lost")]
+    bad = [
+        r
+        for r in records
+        if r["provider"].startswith("burnish") and r["status"] in ("failed", "lost")
+    ]
     rows = [row for case in report["cases"] for row in ours(case["rows"])]
     wrong = [row for row in rows if row["status"] == "failed"]
     return 1 if bad or wrong or not any(record["status"] == "done" for record in records) else 0
@@ -282,4 +359,8 @@ def say_what_is_left(rest: list[Unit], book: Book) -> None:
     for part, each in seconds.items():
         say(f"left: {part}, {len(each)} measurements, about {sum(each):.0f} s")
     minutes = math.ceil(sum(map(sum, seconds.values())) / 60)
-    say(f"left in all: about {minutes} minutes; the same command goes on" if rest else "nothing is left")
+    say(
+        f"left in all: about {minutes} minutes; the same command goes on"
+        if rest
+        else "nothing is left"
+    )

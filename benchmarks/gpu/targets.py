@@ -9,14 +9,23 @@ HEADER = ["target", "found", "wanted", ""]
 
 
 def targets(cases: Sequence[dict[str, Any]], machine: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Each target with the figure that was measured, at the shape of the first case, log-prob and entropy."""
-    heads = [c for c in cases if c["operation"] == "kernels" and c["outputs"] == ["logprob", "entropy"]]
+    """Each target with the figure that was measured, at the shape of the first case, log-prob and
+    entropy.
+    """
+    heads = [
+        c for c in cases if c["operation"] == "kernels" and c["outputs"] == ["logprob", "entropy"]
+    ]
     same = [c for c in heads if c["shape"] == heads[0]["shape"]]
 
     def rows(kind: str, *, sparse: bool = False) -> list[dict[str, Any]]:
         """Those that were measured, with the floors of their case; the fastest first."""
         chosen = [c for c in same if c["pass"] == kind and bool(c["dead_rows"]) == sparse]
-        measured = [r | {"floors": list(c["floor"])} for c in chosen for r in c["rows"] if r["status"] == "measured"]
+        measured = [
+            r | {"floors": list(c["floor"])}
+            for c in chosen
+            for r in c["rows"]
+            if r["status"] == "measured"
+        ]
         return sorted(measured, key=_seconds)
 
     train, forward = rows("train"), rows("forward")
@@ -28,7 +37,8 @@ def targets(cases: Sequence[dict[str, Any]], machine: dict[str, Any]) -> Iterato
     yield _against_others(train)
     yield _dead_rows(ours(rows("train", sparse=True)), ours(train))
     yield _memory(recomputing, same)
-    yield _error([*train, *forward], 1e-4 if "gpu" in machine else 1e-6)  # a GPU's tensor cores cut sums off
+    # a GPU's tensor cores cut sums off
+    yield _error([*train, *forward], 1e-4 if "gpu" in machine else 1e-6)
 
 
 def ours(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -40,7 +50,9 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def _ratio(what: str, rows: list[dict[str, Any]], which: int, wanted: float) -> dict[str, Any]:
-    """The fastest row over a floor of its case: the first with logits kept, the second with logits recomputed."""
+    """The fastest row over a floor of its case: the first with logits kept, the second with logits
+    recomputed.
+    """
     for row in rows:
         floor = row["floors"][which]
         ratio = row["ratio"][floor]
@@ -50,7 +62,10 @@ def _ratio(what: str, rows: list[dict[str, Any]], which: int, wanted: float) -> 
 
 
 def _against_others(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    what, others = "train ÷ the fastest of the others", [row for row in rows if row not in ours(rows)]
+    what, others = (
+        "train ÷ the fastest of the others",
+        [row for row in rows if row not in ours(rows)],
+    )
     if not others or not ours(rows):
         return _target(what, "≤ 1")
     ratio = _seconds(ours(rows)[0]) / _seconds(others[0])
@@ -67,7 +82,10 @@ def _dead_rows(sparse: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict
 
 
 def _memory(recomputing: list[dict[str, Any]], cases: list[dict[str, Any]]) -> dict[str, Any]:
-    what, known = "extra memory, recomputing, less gradients", [r for r in recomputing if r["extra_bytes"] is not None]
+    what, known = (
+        "extra memory, recomputing, less gradients",
+        [r for r in recomputing if r["extra_bytes"] is not None],
+    )
     if not cases:
         return _target(what, "≤ 0.35 GB + float32 dW")
     tokens, width, vocab = cases[0]["shape"]
@@ -75,7 +93,9 @@ def _memory(recomputing: list[dict[str, Any]], cases: list[dict[str, Any]]) -> d
     wanted = f"≤ {bound / 1e9:.3f} GB (0.35 + float32 dW)"
     if not known:
         return _target(what, wanted)
-    extra = known[0]["extra_bytes"] - getattr(torch, cases[0]["dtype"]).itemsize * width * (tokens + vocab)
+    extra = known[0]["extra_bytes"] - getattr(torch, cases[0]["dtype"]).itemsize * width * (
+        tokens + vocab
+    )
     return _target(what, wanted, f"{extra / 1e9:.3f} GB", extra <= bound)
 
 
@@ -88,13 +108,23 @@ def _error(rows: list[dict[str, Any]], wanted: float) -> dict[str, Any]:
     if (error := worst.pop("burnish", None)) is None:
         return _target(what, f"≤ {wanted:.0e}")
     others = ", ".join(f"{name} {other:.1e}" for name, other in worst.items())
-    return _target(what, f"≤ {wanted:.0e}", f"{error:.1e}" + (f" ({others})" if others else ""), error <= wanted)
+    return _target(
+        what,
+        f"≤ {wanted:.0e}",
+        f"{error:.1e}" + (f" ({others})" if others else ""),
+        error <= wanted,
+    )
 
 
-def _target(what: str, wanted: str, found: str = "not measured", met: bool | None = None) -> dict[str, Any]:
+def _target(
+    what: str, wanted: str, found: str = "not measured", met: bool | None = None
+) -> dict[str, Any]:
     return {"what": what, "found": found, "wanted": wanted, "met": met}
 
 
 def cells(targets: Iterable[dict[str, Any]]) -> list[list[str]]:
     verdicts = {None: "", True: "met", False: "missed"}
-    return [[target["what"], target["found"], target["wanted"], verdicts[target["met"]]] for target in targets]
+    return [
+        [target["what"], target["found"], target["wanted"], verdicts[target["met"]]]
+        for target in targets
+    ]

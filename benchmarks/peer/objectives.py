@@ -1,10 +1,11 @@
 """Our objectives against TRL's own loss code on the same tensors: ``burnish bench objectives``.
 
-A shape is completions x tokens, 512x200000 for a step of 512 completions with 200,000 trained tokens among them; half
-of the completions are chosen, half rejected. Each side gets the layout its loop gives it, ours flat tokens, TRL's
-padded rows, and does what its loop does with them: losses, weights and metrics. The gate: values and gradients against
-TRL's code in float64, within twice its own error in float32. The floor is to read the policy's log-probs, another
-tensor of that size, and to write the gradient.
+A shape is completions x tokens, 512x200000 for a step of 512 completions with 200,000 trained
+tokens among them; half of the completions are chosen, half rejected. Each side gets the layout its
+loop gives it, ours flat tokens, TRL's padded rows, and does what its loop does with them: losses,
+weights and metrics. The gate: values and gradients against TRL's code in float64, within twice its
+own error in float32. The floor is to read the policy's log-probs, another tensor of that size, and
+to write the gradient.
 """
 
 from collections import namedtuple
@@ -33,8 +34,8 @@ SHAPES = {
 }
 PASSES = {"forward": (), "train": ("logp", "padded")}
 
-# Tensors an objective may read, per token, flat and in padded rows, and per completion. The last ones are made by TRL's
-# collator and model, and so are no part of its loss code.
+# Tensors an objective may read, per token, flat and in padded rows, and per completion. The last
+# ones are made by TRL's collator and model, and so are no part of its loss code.
 Tensors = namedtuple(
     "Tensors",
     "logp old ref padded padded_old padded_ref mask sequence length advantage desirable mismatched "
@@ -42,7 +43,9 @@ Tensors = namedtuple(
 )
 
 
-def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Generator) -> dict[str, Tensor]:
+def random_tensors(
+    shape: Sequence[int], dtype: torch.dtype, random: torch.Generator
+) -> dict[str, Tensor]:
     """Completions of very different lengths, and policies that are near to one another.
 
     Raises:
@@ -50,7 +53,9 @@ def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Gener
     """
     (count, tokens), device = shape, random.device
     if count % 2 or tokens < 2 * count:
-        raise ValueError(f"objectives: wanted an even number of completions, 2 tokens for each; got {count}x{tokens}")
+        raise ValueError(
+            f"objectives: wanted an even number of completions, 2 tokens for each; got {count}x{tokens}"
+        )
     share = torch.rand(count, generator=random, device=device).add_(0.2)
     length = 1 + (share / share.sum() * (tokens - count)).long()
     length[0] += tokens - length.sum()
@@ -61,7 +66,9 @@ def random_tensors(shape: Sequence[int], dtype: torch.dtype, random: torch.Gener
 
     old = -noise(1.0, tokens).abs()
     flat = [x.to(dtype) for x in (old + noise(0.1, tokens), old, old + noise(0.1, tokens))]
-    padded, padded_old, padded_ref = (x.new_zeros(mask.shape).masked_scatter_(mask, x) for x in flat)
+    padded, padded_old, padded_ref = (
+        x.new_zeros(mask.shape).masked_scatter_(mask, x) for x in flat
+    )
     advantage, mismatched = noise(1.0, count).to(dtype), noise(5.0, count).to(dtype)
     sequence = torch.arange(count, device=device).repeat_interleave(length)
     desirable = torch.arange(count, device=device) < count // 2
@@ -97,7 +104,9 @@ def _pairs(t: Tensors, reduce: Callable[[Tensor, Tensor, int], Tensor]) -> list[
 
 
 def _clipped(t: Tensors) -> tuple[Tensor, ob.types.Stats]:
-    return ob.clipped_surrogate(t.logp, t.old, t.advantage[t.sequence], clip_low=LOW, clip_high=HIGH)
+    return ob.clipped_surrogate(
+        t.logp, t.old, t.advantage[t.sequence], clip_low=LOW, clip_high=HIGH
+    )
 
 
 def _kto(t: Tensors) -> Tensor:
@@ -111,7 +120,9 @@ def _grpo(t: Tensors) -> Tensor:
 
 
 def _grpo_kl(t: Tensors) -> Tensor:
-    return _grpo(t) + BETA * _weighted(*ob.kl_estimate(t.logp, t.ref, kind="k3"), _per_completion(t))
+    return _grpo(t) + BETA * _weighted(
+        *ob.kl_estimate(t.logp, t.ref, kind="k3"), _per_completion(t)
+    )
 
 
 def _rloo(t: Tensors) -> Tensor:
@@ -126,10 +137,14 @@ OURS: dict[str, Callable[[Tensors], Tensor]] = {
     "kto": _kto,
     "grpo": _grpo,
     "grpo_kl": _grpo_kl,
-    "dr_grpo": lambda t: _weighted(*_clipped(t), torch.full_like(t.logp, 1 / (len(t.length) * LIMIT))),
+    "dr_grpo": lambda t: _weighted(
+        *_clipped(t), torch.full_like(t.logp, 1 / (len(t.length) * LIMIT))
+    ),
     "dapo": lambda t: _mean(*_clipped(t)),
     "cispo": lambda t: _mean(*ob.cispo(t.logp, t.old, t.advantage[t.sequence], clip_high=HIGH)),
-    "gspo": lambda t: _mean(*ob.gspo(t.logp, t.old, t.advantage, t.sequence, clip_low=LOW, clip_high=HIGH)),
+    "gspo": lambda t: _mean(
+        *ob.gspo(t.logp, t.old, t.advantage, t.sequence, clip_low=LOW, clip_high=HIGH)
+    ),
     "rloo": _rloo,
 }
 
@@ -144,7 +159,9 @@ def _trl_dpo(loss_type: str, t: Tensors) -> Tensor:
 
 def _trl_kto(t: Tensors) -> Tensor:
     mismatched = t.mismatched, torch.zeros_like(t.mismatched)
-    return trl_losses.kto_loss(_rows(t), t.ref_sum, t.desirable, mismatched, loss_type="kto", beta=BETA)[0]
+    return trl_losses.kto_loss(
+        _rows(t), t.ref_sum, t.desirable, mismatched, loss_type="kto", beta=BETA
+    )[0]
 
 
 def _trl_policy(t: Tensors, trainer: str = "GRPOTrainer", **settings: Any) -> Tensor:
@@ -198,7 +215,10 @@ def products(inputs: Inputs, kind: str, dtype: torch.dtype) -> Products:
     """Two reads and a write of the size of the log-probs; forward, one read."""
     logp, old = inputs.tensors["logp"], inputs.tensors["old"]
     difference = torch.empty_like(logp)
-    steps = {"read": lambda _: logp.sum(), "read+write": lambda _: torch.sub(logp, old, out=difference)}
+    steps = {
+        "read": lambda _: logp.sum(),
+        "read+write": lambda _: torch.sub(logp, old, out=difference),
+    }
     name = "read+write" if PASSES[kind] else "read"
     return Products({name: steps[name]}, {}, {name: {name: 1}})
 

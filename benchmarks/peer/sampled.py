@@ -1,10 +1,11 @@
 """Agreement and fairness of recipes that sample their own completions.
 
-No two sides draw the same completions, so losses of steps can't be compared. Instead our recipe takes one step on what
-it draws, the peer takes that step on the very same completions, through rewards, advantages and loss, and the gradients
-that reach the optimizers are compared: ‖ours − theirs‖ / ‖theirs‖ must be within 1e-5, and so must the losses. While
-they are timed, both draw as many tokens: the end token is one that the model does not say, and the mean length of
-completions must be within 2% of the longest in every step.
+No two sides draw the same completions, so losses of steps can't be compared. Instead our recipe
+takes one step on what it draws, the peer takes that step on the very same completions, through
+rewards, advantages and loss, and the gradients that reach the optimizers are compared: ‖ours −
+theirs‖ / ‖theirs‖ must be within 1e-5, and so must the losses. While they are timed, both draw as
+many tokens: the end token is one that the model does not say, and the mean length of completions
+must be within 2% of the longest in every step.
 """
 
 import json
@@ -24,14 +25,20 @@ from ..real_model import smollm2
 AGREEMENT, CUT = 1e-5, 0.02
 SAMPLES = "samples.jsonl"
 COMPARED = 2  # prompts of that step
-_SHOTS, _LONG = 6, 280  # answered questions before the one that is asked, and letters of none: 256 tokens or so
+# answered questions before the one that is asked, and letters of none: 256 tokens or so
+_SHOTS, _LONG = 6, 280
 _TINY: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6}
 _TINY |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
 
 
 def questions(pairs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """As many questions as there are pairs, each after some others that are answered; not the long ones."""
-    solved = [f"Question: {p['prompt'][0]['content']}\nAnswer: {p['chosen'][0]['content']}\n\n" for p in pairs]
+    """As many questions as there are pairs, each after some others that are answered; not the long
+    ones.
+    """
+    solved = [
+        f"Question: {p['prompt'][0]['content']}\nAnswer: {p['chosen'][0]['content']}\n\n"
+        for p in pairs
+    ]
     short = [text for text in solved if len(text) < _LONG] or solved
     for i in range(len(solved)):
         *shots, last = (short[(i + k) % len(short)] for k in range(_SHOTS + 1))
@@ -40,13 +47,23 @@ def questions(pairs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def talkative(given: Path | None, directory: Path) -> Path:
-    """The model with another end token, one that it never says; a small and new one if none is given.
+    """The model with another end token, one that it never says; a small and new one if none is
+    given.
 
     Its weights are not copied, and a new model has SmolLM2's vocabulary.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        LlamaConfig,
+    )
 
-    source, target = given or smollm2(), directory / (given.resolve().name if given else "llama-6x256")
+    source, target = (
+        given or smollm2(),
+        directory / (given.resolve().name if given else "llama-6x256"),
+    )
     tokenizer, config = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     end = max(tokenizer.all_special_ids)
@@ -79,10 +96,14 @@ def vowels(completions: Sequence[Any], **columns: Any) -> list[float]:
 
 @contextmanager
 def gradient_kept(path: Path) -> Iterator[None]:
-    """Write the gradient of the last step that is taken, matrices first: in the order of both sides' groups."""
+    """Write the gradient of the last step that is taken, matrices first: in the order of both
+    sides' groups.
+    """
 
     def keep(optimizer: Optimizer, *step: Any) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         parameters.sort(key=lambda parameter: parameter.ndim == 1)
         torch.save(torch.cat([parameter.grad.flatten() for parameter in parameters]), path)
 
@@ -99,12 +120,16 @@ def full_length(metrics: Sequence[dict[str, Any]], tokens: int) -> bool:
 
 
 def replay(samples: Path) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
-    """For the peer's trainer: the completions that were drawn on our side, to the prompts that it asks for in turn."""
+    """For the peer's trainer: the completions that were drawn on our side, to the prompts that it
+    asks for in turn.
+    """
     lines = map(json.loads, samples.read_text().splitlines())
 
     def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
         drawn = list(islice(lines, len(prompts)))
-        tokenized = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
+        tokenized = trainer.processing_class.apply_chat_template(
+            prompts, add_generation_prompt=True, return_dict=True
+        )
         if [sample["prompt"] for sample in drawn] != tokenized["input_ids"]:
             raise RuntimeError("the two sides ask other prompts, or in another order")
         names = {"prompt_ids": "prompt", "completion_ids": "tokens", "logprobs": "logprobs"}

@@ -1,13 +1,16 @@
-"""Our recipe against the peer's trainer, on the same model, examples and steps: ``burnish bench loops``.
+"""Our recipe against the peer's trainer, on the same model, examples and steps:
+``burnish bench loops``.
 
-SmolLM2-135M-Instruct, or the model of a directory, learns from conversations; for grpo a new model of 17M parameters
-completes prompts of some 256 tokens with 64, 8 times each. Both sides take the same examples in the same order, with
-AdamW (0.9, 0.999, 1e-8, no decay), a constant rate and clipping at 1.0, each in its own process. Agreement first: a
-side that is not within 1e-4 of the peer's losses, or for grpo within 1e-5 of its gradient on the same completions, is
-shown as failed, and its time and memory are not compared. Under bfloat16 autocast (``--dtype bfloat16``) the difference
-is that from the peer in float32, and may be twice the peer's own. A step is all that happens between two calls of the
-optimizer, so that the first one is not timed. Time is that of the wall and of all processors; memory is the peak of the
-process, beside which stands what it takes before it has loaded a model.
+SmolLM2-135M-Instruct, or the model of a directory, learns from conversations; for grpo a new model
+of 17M parameters completes prompts of some 256 tokens with 64, 8 times each. Both sides take the
+same examples in the same order, with AdamW (0.9, 0.999, 1e-8, no decay), a constant rate and
+clipping at 1.0, each in its own process. Agreement first: a side that is not within 1e-4 of the
+peer's losses, or for grpo within 1e-5 of its gradient on the same completions, is shown as failed,
+and its time and memory are not compared. Under bfloat16 autocast (``--dtype bfloat16``) the
+difference is that from the peer in float32, and may be twice the peer's own. A step is all that
+happens between two calls of the optimizer, so that the first one is not timed. Time is that of the
+wall and of all processors; memory is the peak of the process, beside which stands what it takes
+before it has loaded a model.
 """
 
 import argparse
@@ -56,8 +59,10 @@ class Recipe:
     rows: Callable[[Rows], Rows]  # examples from preference pairs; as many as there are
     ours: dict[str, Any]  # fields of our settings
     theirs: dict[str, Any]  # fields of the peer's configuration
-    more: dict[str, dict[str, Any]] = field(default_factory=dict)  # further providers, with the fields that they change
-    model: Callable[[Path | None, Path], Path] = lambda given, directory: given or smollm2()  # written to the directory
+    # further providers, with the fields that they change
+    more: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # written to the directory
+    model: Callable[[Path | None, Path], Path] = lambda given, directory: given or smollm2()
 
     @property
     def providers(self) -> dict[str, dict[str, Any]]:
@@ -71,9 +76,15 @@ class Recipe:
 
     @property
     def samples(self) -> dict[str, int] | None:
-        """Completions to a prompt, and their tokens, if each side samples its own; None if both are given them."""
+        """Completions to a prompt, and their tokens, if each side samples its own; None if both are
+        given them.
+        """
         fields = {"group": "group_size", "tokens": "max_tokens"}
-        return {name: self.ours[key] for name, key in fields.items()} if "group_size" in self.ours else None
+        return (
+            {name: self.ours[key] for name, key in fields.items()}
+            if "group_size" in self.ours
+            else None
+        )
 
 
 def completions(pairs: Rows) -> Rows:
@@ -88,45 +99,87 @@ def alternating(pairs: Rows) -> Rows:
 
 
 _PRECOMPUTED = {"burnish precompute": {"reference": "precompute"}}
-_APO = "apo_zero_unpaired"  # not the loss `kto`: each side pairs prompts with other completions of its own for z0
-_SAMPLED: dict[str, Any] = {"group_size": 8, "max_tokens": 64, "rewards": {f"{sampled.__name__}:vowels": 1.0}}
+# not the loss `kto`: each side pairs prompts with other completions of its own for z0
+_APO = "apo_zero_unpaired"
+_SAMPLED: dict[str, Any] = {
+    "group_size": 8,
+    "max_tokens": 64,
+    "rewards": {f"{sampled.__name__}:vowels": 1.0},
+}
 _SAMPLED |= {"old_logprobs": "recomputed", "max_prompt_length": None}
-_TRL_SAMPLED: dict[str, Any] = {"num_generations": 8, "max_completion_length": 64, "loss_type": "grpo"}
+_TRL_SAMPLED: dict[str, Any] = {
+    "num_generations": 8,
+    "max_completion_length": 64,
+    "loss_type": "grpo",
+}
 _TRL_SAMPLED |= {"shuffle_dataset": False}
-_TRL_SAMPLED |= {"per_device_train_batch_size": 8}  # its default; on a CPU it makes logits of every token of these rows
+# its default; on a CPU it makes logits of every token of these rows
+_TRL_SAMPLED |= {"per_device_train_batch_size": 8}
 _GROUPS = {"burnish by groups": {"micro_tokens": 1024}}
 RECIPES = {
     "dpo": Recipe("DPO", lambda pairs: pairs, {"reference": "copy"}, {"beta": 0.1}, _PRECOMPUTED),
     "sft": Recipe("SFT", completions, {}, {}),
     "kto": Recipe(
-        "KTO", alternating, {"reference": "copy", "loss": _APO}, {"beta": 0.1, "loss_type": _APO}, _PRECOMPUTED
+        "KTO",
+        alternating,
+        {"reference": "copy", "loss": _APO},
+        {"beta": 0.1, "loss_type": _APO},
+        _PRECOMPUTED,
     ),
     "grpo": Recipe("GRPO", sampled.questions, _SAMPLED, _TRL_SAMPLED, _GROUPS, sampled.talkative),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; 1 if ours does not agree with the peer, or one could not run; 2 for a mistake in the arguments."""
+    """Returns 0; 1 if ours does not agree with the peer, or one could not run; 2 for a mistake in
+    the arguments.
+    """
     parser = argparse.ArgumentParser(
-        prog="burnish bench loops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="burnish bench loops",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--recipe", choices=RECIPES, default="dpo")
-    providers = "; ".join(f"{name}: {', '.join(recipe.providers)}" for name, recipe in RECIPES.items())
-    add("--providers", nargs="+", metavar="NAME", help=f"the peer, and some of the recipe's: {providers}")
+    providers = "; ".join(
+        f"{name}: {', '.join(recipe.providers)}" for name, recipe in RECIPES.items()
+    )
+    add(
+        "--providers",
+        nargs="+",
+        metavar="NAME",
+        help=f"the peer, and some of the recipe's: {providers}",
+    )
     add("--model", type=Path, help="directory of another model")
-    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides' computation")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of both sides' computation",
+    )
     add("--steps", type=int, default=6, help="the first is not timed")
     add("--batch_size", type=int, default=8, help="examples a step, or prompts")
-    add("--rounds", type=int, default=2, help="in each, every provider runs once, in a process of its own")
-    add("--output", type=Path, default=Path("runs/bench"), help="directory of loops.json, loops.md and loops.png")
+    add(
+        "--rounds",
+        type=int,
+        default=2,
+        help="in each, every provider runs once, in a process of its own",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("runs/bench"),
+        help="directory of loops.json, loops.md and loops.png",
+    )
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(arguments)
     known = RECIPES[options.recipe].providers
     wanted = options.providers or list(known)
     problem = None
     if unknown := [name for name in wanted if name not in known]:
-        problem = unknown_name("provider", unknown[0], known, f"Known are {', '.join(map(repr, known))}")
+        problem = unknown_name(
+            "provider", unknown[0], known, f"Known are {', '.join(map(repr, known))}"
+        )
     if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
         problem = ValueError("--steps must be >= 2, --rounds and --batch_size >= 1")
     if problem:
@@ -160,11 +213,17 @@ def compare(
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as temporary:
         directory = Path(temporary)
         model = chosen.model(model, directory)
-        data = write_jsonl(directory / "rows.jsonl", chosen.rows(preference_pairs(steps * batch_size, seed=0)))
-        differences = gradient_differences(recipe, names, model, data, dtype) if chosen.samples else {}
+        data = write_jsonl(
+            directory / "rows.jsonl", chosen.rows(preference_pairs(steps * batch_size, seed=0))
+        )
+        differences = (
+            gradient_differences(recipe, names, model, data, dtype) if chosen.samples else {}
+        )
         for _ in range(rounds):
             for name in names:
-                results[name].append(in_own_process(recipe, name, model, data, batch_size, steps, dtype))
+                results[name].append(
+                    in_own_process(recipe, name, model, data, batch_size, steps, dtype)
+                )
         if not chosen.samples:
             losses = {name: runs[0]["losses"] for name, runs in results.items()}
             exact = losses[PEER]
@@ -188,29 +247,41 @@ def compare(
         "batch_size": batch_size,
         "answers": chosen.samples,
         "rounds": rounds,
-        "figures": {name: summarize(runs, differences.get(name), limit) for name, runs in results.items()},
+        "figures": {
+            name: summarize(runs, differences.get(name), limit) for name, runs in results.items()
+        },
     }
 
 
-def gradient_differences(recipe: str, names: Iterable[str], model: Path, data: Path, dtype: str) -> dict[str, float]:
-    """From the peer in float32, in loss or gradient, whichever is more, of a step on the completions of ours."""
+def gradient_differences(
+    recipe: str, names: Iterable[str], model: Path, data: Path, dtype: str
+) -> dict[str, float]:
+    """From the peer in float32, in loss or gradient, whichever is more, of a step on the
+    completions of ours.
+    """
     differences: dict[str, float] = {}
     for ours in [name for name in names if not name.startswith(PEER)] or ["burnish"]:
         with tempfile.TemporaryDirectory(prefix="burnish-bench-") as directory:
             evidence, exact = Path(directory), (PEER, "float32")
             losses: dict[tuple[str, str], float] = {}
             for name, precision in dict.fromkeys([(ours, dtype), (PEER, dtype), exact]):
-                step = in_own_process(recipe, name, model, data, sampled.COMPARED, 1, precision, evidence)
+                step = in_own_process(
+                    recipe, name, model, data, sampled.COMPARED, 1, precision, evidence
+                )
                 losses[name, precision] = step["losses"][0]
             for name in (ours, PEER):
-                gradients = (evidence / f"{side}.{kind}.pt" for side, kind in ((name, dtype), exact))
+                gradients = (
+                    evidence / f"{side}.{kind}.pt" for side, kind in ((name, dtype), exact)
+                )
                 both = abs(losses[name, dtype] - losses[exact]), sampled.distance(*gradients)
                 differences[name] = max(differences.get(name, 0.0), *both)
     return differences
 
 
 def summarize(runs: list[dict[str, Any]], difference: float | None, limit: float) -> dict[str, Any]:
-    """Figures of the runs of one provider; the ``difference`` from the peer is None for the peer in another setting."""
+    """Figures of the runs of one provider; the ``difference`` from the peer is None for the peer in
+    another setting.
+    """
     agrees = difference is None or difference <= limit
     seconds = [s for run in runs for s in run["seconds"]]
     return {
@@ -234,11 +305,26 @@ def cells(report: dict[str, Any]) -> Iterator[list[str]]:
         if not figures["agrees"]:
             yield [name, difference, "failed", *[""] * (len(HEADER) - 3)]
             continue
-        time_share, processor_share, memory_share = (f"{figures[key] / peer[key]:.2f}" for key in keys)
+        time_share, processor_share, memory_share = (
+            f"{figures[key] / peer[key]:.2f}" for key in keys
+        )
         span = f"{figures['seconds_min']:.3g}–{figures['seconds_max']:.3g}"
         seconds, processors = (f"{figures[key]:.3g}" for key in keys[:2])
-        peak, imports = (f"{figures[key] * 2**20 / 1e6:.0f}" for key in ("peak_mib", "imported_mib"))
-        yield [name, difference, seconds, span, time_share, processors, processor_share, peak, memory_share, imports]
+        peak, imports = (
+            f"{figures[key] * 2**20 / 1e6:.0f}" for key in ("peak_mib", "imported_mib")
+        )
+        yield [
+            name,
+            difference,
+            seconds,
+            span,
+            time_share,
+            processors,
+            processor_share,
+            peak,
+            memory_share,
+            imports,
+        ]
 
 
 def save(report: dict[str, Any], directory: Path) -> None:
@@ -247,12 +333,21 @@ def save(report: dict[str, Any], directory: Path) -> None:
     (directory / "loops.json").write_text(json.dumps(report, indent=1) + "\n")
     packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     load = "load {before} before, {after} after".format_map(report["load"])
-    setting = f"{report['model']}, {report['dtype']}, {report['steps']} steps of {report['batch_size']}, "
+    setting = (
+        f"{report['model']}, {report['dtype']}, {report['steps']} steps of {report['batch_size']}, "
+    )
     setting += f"{report['rounds']} rounds, {load}"
     if report["answers"]:
-        setting += ", {group} completions of {tokens} tokens to a prompt".format_map(report["answers"])
+        setting += ", {group} completions of {tokens} tokens to a prompt".format_map(
+            report["answers"]
+        )
     machine = report["gpu"] or report["machine"]
-    lines = [f"# `{report['command']}`", "", f"{machine}; {packages}; {report['date']}; {setting}.", ""]
+    lines = [
+        f"# `{report['command']}`",
+        "",
+        f"{machine}; {packages}; {report['date']}; {setting}.",
+        "",
+    ]
     (directory / "loops.md").write_text("\n".join([*lines, *table(HEADER, cells(report))]) + "\n")
     plot(report, directory / "loops.png")
 
@@ -263,7 +358,10 @@ def plot(report: dict[str, Any], path: Path) -> None:
     picture = figure(9, 1 + 0.4 * len(agreeing))
     both = [("seconds_median", "time"), ("peak_mib", "peak memory")]
     for axes, (key, label) in zip(picture.subplots(1, 2, sharey=True), both, strict=True):
-        axes.barh(list(agreeing), [figures[key] / report["figures"][PEER][key] for figures in agreeing.values()])
+        axes.barh(
+            list(agreeing),
+            [figures[key] / report["figures"][PEER][key] for figures in agreeing.values()],
+        )
         axes.axvline(1, color="black", linewidth=0.8)
         axes.set_xlabel(f"{label} ÷ {PEER}'s")
         axes.spines[["top", "right"]].set_visible(False)
@@ -292,9 +390,14 @@ def run_provider(
     dtype: str = "float32",
     evidence: Path | None = None,
 ) -> dict[str, Any]:
-    """Train; the gradient of the first step and its completions are kept in ``evidence``, if it is given."""
+    """Train; the gradient of the first step and its completions are kept in ``evidence``, if it is
+    given.
+    """
     chosen = RECIPES[recipe]
-    fields, train = chosen.providers[provider], train_trl if provider.startswith(PEER) else train_burnish
+    fields, train = (
+        chosen.providers[provider],
+        train_trl if provider.startswith(PEER) else train_burnish,
+    )
     if train is train_trl:
         getattr(importlib.import_module("trl"), f"{chosen.name}Trainer")
     else:
@@ -306,17 +409,22 @@ def run_provider(
     elif evidence is not None:
         fields = fields | {"output": str(evidence / provider), "max_grad_norm": float("inf")}
     kept = sampled.gradient_kept(evidence / f"{provider}.{dtype}.pt") if evidence else nullcontext()
-    precision: dict[str, Any] = {"bf16": dtype == "bfloat16"} if train is train_trl else {"dtype": dtype}
+    precision: dict[str, Any] = (
+        {"bf16": dtype == "bfloat16"} if train is train_trl else {"dtype": dtype}
+    )
     with redirect_stdout(io.StringIO()), clock() as marks, kept:
         metrics = train(model, data, batch_size, steps, recipe=recipe, **precision, **fields)
     wall, processors = ([b - a for a, b in pairwise(times)] for times in zip(*marks, strict=True))
     return {
         "losses": [line["loss"] for line in metrics],
-        "full_length": not chosen.samples or sampled.full_length(metrics, chosen.ours["max_tokens"]),
+        "full_length": not chosen.samples
+        or sampled.full_length(metrics, chosen.ours["max_tokens"]),
         "seconds": wall,
         "processor_seconds": processors,
         "imported_mib": imported,
-        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else _peak_mib(),
+        "peak_mib": torch.cuda.max_memory_allocated() / 2**20
+        if torch.cuda.is_available()
+        else _peak_mib(),
     }
 
 
@@ -324,7 +432,9 @@ def run_provider(
 def clock() -> Iterator[list[tuple[float, float]]]:
     """Wall-clock and processor seconds after each call of an optimizer."""
     marks: list[tuple[float, float]] = []
-    hook = register_optimizer_step_post_hook(lambda *call: marks.append((time.perf_counter(), time.process_time())))
+    hook = register_optimizer_step_post_hook(
+        lambda *call: marks.append((time.perf_counter(), time.process_time()))
+    )
     try:
         yield marks
     finally:
@@ -351,11 +461,19 @@ def train_burnish(
     chosen = RECIPES[recipe]
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as output:
         batch = {"prompts_per_rollout" if chosen.samples else "batch_size": batch_size}
-        fixed = {"steps": steps, "learning_rate": learning_rate, "schedule": "constant", "shuffle": False}
+        fixed = {
+            "steps": steps,
+            "learning_rate": learning_rate,
+            "schedule": "constant",
+            "shuffle": False,
+        }
         places = {"model": str(model), "data": str(data), "output": output}
         config = settings_of(recipe)(**(places | batch | fixed | chosen.ours | fields))
         opener(recipe)(config).train()
-        return [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in Path(config.output, "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 def train_trl(
@@ -382,7 +500,9 @@ def train_trl(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     rows = batch_size * peer.ours.get("group_size", 1)
-    more: dict[str, Any] = {"reward_funcs": sampled.vowels, "rollout_func": rollout} if peer.samples else {}
+    more: dict[str, Any] = (
+        {"reward_funcs": sampled.vowels, "rollout_func": rollout} if peer.samples else {}
+    )
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as output:
         settings = {
             "output_dir": output,

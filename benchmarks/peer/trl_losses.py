@@ -1,7 +1,8 @@
-"""The loss code of TRL 1.16 on tensors: its trainers' own ``_compute_loss``, without a trainer or a model.
+"""The loss code of TRL 1.16 on tensors: its trainers' own ``_compute_loss``, without a trainer or a
+model.
 
-The tests hold our objectives to it, and ``burnish bench objectives`` times it. TRL's rows are padded; the chosen ones
-stand above the rejected ones.
+The tests hold our objectives to it, and ``burnish bench objectives`` times it. TRL's rows are
+padded; the chosen ones stand above the rejected ones.
 """
 
 from collections import defaultdict
@@ -55,13 +56,23 @@ def fake_trainer(device: torch.device | str = "cpu", **settings: Any) -> SimpleN
 
 def _model_and_inputs(rows: Rows, **outputs: Tensor) -> tuple[Any, dict[str, Any]]:
     output = SimpleNamespace(
-        log_probs=rows.logp, entropy=rows.zeros, mean_logits=rows.zeros, is_top1=rows.mask, **outputs
+        log_probs=rows.logp,
+        entropy=rows.zeros,
+        mean_logits=rows.zeros,
+        is_top1=rows.mask,
+        **outputs,
     )
-    inputs = {"input_ids": rows.ids, "attention_mask": rows.row_mask, "completion_mask": rows.row_mask}
+    inputs = {
+        "input_ids": rows.ids,
+        "attention_mask": rows.row_mask,
+        "completion_mask": rows.row_mask,
+    }
     return lambda **_: output, inputs
 
 
-def dpo_loss(rows: Rows, ref: Tensor, log_sum_squares: Tensor | None = None, **settings: Any) -> Tensor:
+def dpo_loss(
+    rows: Rows, ref: Tensor, log_sum_squares: Tensor | None = None, **settings: Any
+) -> Tensor:
     """DPOTrainer's loss.
 
     Args:
@@ -89,13 +100,18 @@ def dpo_loss(rows: Rows, ref: Tensor, log_sum_squares: Tensor | None = None, **s
 
 
 def kto_loss(
-    rows: Rows, ref: Tensor, desirable: Tensor, mismatched: Sequence[Tensor] | None = None, **settings: Any
+    rows: Rows,
+    ref: Tensor,
+    desirable: Tensor,
+    mismatched: Sequence[Tensor] | None = None,
+    **settings: Any,
 ) -> LossAndMetrics:
     """KTOTrainer's loss and metrics.
 
     Args:
         ref: the reference's log-probs of whole completions, [rows].
-        mismatched: log-probs of completions after other prompts, the policy's and the reference's, for z₀.
+        mismatched: log-probs of completions after other prompts, the policy's and the reference's,
+            for z₀.
         settings: attributes of the trainer, of which ``beta`` and ``loss_type`` have no default.
     """
     from trl import KTOTrainer
@@ -125,15 +141,25 @@ def policy_loss(
     """The loss and metrics of GRPOTrainer, or of another class with its attributes.
 
     Args:
-        inputs: ``advantages`` and ``old_logps``, [rows]; ``old_per_token_logps`` and ``ref_per_token_logps``,
-            [rows, T]; ``num_items_in_batch``; ``completion_mask``, int64 [rows, T].
+        inputs: ``advantages`` and ``old_logps``, [rows]; ``old_per_token_logps`` and
+            ``ref_per_token_logps``, [rows, T]; ``num_items_in_batch``; ``completion_mask``, int64
+            [rows, T].
         args: of the trainer's configuration.
         settings: attributes of the trainer, of which ``max_completion_length`` has no default.
     """
     entropies = rows.zeros if entropy is None else entropy
-    config: dict[str, Any] = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1}
+    config: dict[str, Any] = {
+        "delta": None,
+        "use_bias_correction_kl": False,
+        "steps_per_generation": 1,
+    }
     config |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
-    config |= {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    config |= {
+        "vespo_k_pos": 2.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_neg": 2.0,
+    }
     defaults: dict[str, Any] = {
         "args": SimpleNamespace(**(config | (args or {}))),
         "beta": 0.0,
@@ -153,6 +179,10 @@ def policy_loss(
     for name in ("get_high_entropy_mask", "get_off_policy_mask", "get_gamma_weights"):
         if function := vars(trainer).get(name):
             setattr(fake, name, function.__get__(fake))
-    prompt = {"prompt_ids": rows.ids[:, :1], "prompt_mask": rows.ids[:, :1] + 1, "completion_ids": rows.ids[:, 1:]}
+    prompt = {
+        "prompt_ids": rows.ids[:, :1],
+        "prompt_mask": rows.ids[:, :1] + 1,
+        "completion_ids": rows.ids[:, 1:],
+    }
     loss: Tensor = trainer._compute_loss(fake, None, {**prompt, **inputs})
     return loss, fake._metrics["train"]

@@ -62,7 +62,9 @@ def _prepare_output() -> None:
     if sys.stdout is None:  # it is closed
         return
     output = io.BufferedWriter(_Output(1, "w", closefd=False))
-    sys.stdout = io.TextIOWrapper(output, sys.stdout.encoding, "backslashreplace", line_buffering=True)
+    sys.stdout = io.TextIOWrapper(
+        output, sys.stdout.encoding, "backslashreplace", line_buffering=True
+    )
     sys.excepthook = _print_traceback
 
 
@@ -72,7 +74,9 @@ def _unknown_command(name: str) -> str:
     return nearest("burnish: no recipe", name, [*RECIPES, *_COMMANDS])
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """Print an error that nothing caught, as Python does, without secrets."""
     print(hide("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
@@ -85,7 +89,8 @@ def _command(name: str, words: list[str]) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output that lets the run continue when its reader exits, as ``| head`` does, or its disk is full.
+    """Standard output that lets the run continue when its reader exits, as ``| head`` does, or its
+    disk is full.
 
     It waits for a full pipe, even if its reader has made it non-blocking.
     """
@@ -127,22 +132,30 @@ def _completion(arguments: list[str]) -> int:
 def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[str]) -> int:
     """``data`` or ``plan``: print a run instead of training; ``flag`` is the command's own."""
     usage = f"burnish {command} <recipe> [--config] recipe.yaml [--any.field value] [--{flag} {argument['metavar']}]"
-    parser = argparse.ArgumentParser(f"burnish {command}", usage, _COMMANDS[command][1], allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        f"burnish {command}", usage, _COMMANDS[command][1], allow_abbrev=False
+    )
     parser.add_argument(f"--{flag}", **argument)
     options, words = parser.parse_known_args(arguments)
     recipe, *words = words or [""]
     if recipe not in RECIPES or recipe == "demo":
-        print(nearest(f"burnish {command}: no recipe", recipe, RECIPES.keys() - {"demo"}), file=sys.stderr)
+        print(
+            nearest(f"burnish {command}: no recipe", recipe, RECIPES.keys() - {"demo"}),
+            file=sys.stderr,
+        )
         parser.print_usage(sys.stderr)
         return 2
 
     def show(recipe: str, config: Any) -> Any:
         if os.environ.get("RANK", "0") == "0":
             print(whose_code(config))
-        return import_module(f".{command}", __package__).show(recipe, config, getattr(options, flag))
+        return import_module(f".{command}", __package__).show(
+            recipe, config, getattr(options, flag)
+        )
 
     flags = _with_file(words)
-    if command == "data":  # it uses no run directory, which a configuration must name, and trains on nothing
+    # it uses no run directory, which a configuration must name, and trains on nothing
+    if command == "data":
         return _run(recipe, ["--output", "none", *flags], show, rules=False)
     return _run(recipe, flags, show)
 
@@ -164,11 +177,19 @@ def _translate(arguments: list[str]) -> int:
     command = Command(words[0], list(words[1:])) if words[0] in RECIPES else from_command(words)
     recipe = command.recipe
     if recipe not in RECIPES or not command.flags:
-        print(nearest("burnish translate: no recipe for", recipe, [*RECIPES, *table()["scripts"]]), file=sys.stderr)
+        print(
+            nearest("burnish translate: no recipe for", recipe, [*RECIPES, *table()["scripts"]]),
+            file=sys.stderr,
+        )
         print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
-        print("    or a command: burnish translate accelerate launch dpo.py --beta 0.2", file=sys.stderr)
+        print(
+            "    or a command: burnish translate accelerate launch dpo.py --beta 0.2",
+            file=sys.stderr,
+        )
         return 2
-    ours, left, translation = read(recipe, settings_of(recipe), _with_file(command.flags), to_run=False)
+    ours, left, translation = read(
+        recipe, settings_of(recipe), _with_file(command.flags), to_run=False
+    )
     if "config" in translation.refused:
         why = translation.refused["config"]
         print(f"burnish translate: {why}", file=sys.stderr)
@@ -180,10 +201,13 @@ def _translate(arguments: list[str]) -> int:
 
 
 def _tool(name: str, words: list[str]) -> int:
-    """A command on what was trained: ``run(words)`` of its module, which refuses with a message, not a traceback."""
+    """A command on what was trained: ``run(words)`` of its module, which refuses with a message,
+    not a traceback.
+    """
     shows_traceback = "--traceback" in words or bool(os.environ.get("BURNISH_TRACEBACK"))
     words = [word for word in words if word != "--traceback"]
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # peft imports it; see `_run`
+    # peft imports it; see `_run`
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import_module(f".{name}", __package__).run(words)
     except KeyboardInterrupt:
@@ -200,14 +224,25 @@ def _tool(name: str, words: list[str]) -> int:
 
 _BENCH = "Measure the kernels, or the loop, beside others: every figure behind a check that the numbers are right."
 _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
-    "bench": (lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)), _BENCH),
+    "bench": (
+        lambda words: int(import_module(f"{_PACKAGE}.benchmarks.__main__").main(words)),
+        _BENCH,
+    ),
     "chat": (
         partial(_tool, "chat"),
         "Talk to what was trained, a line of standard input each turn: burnish chat runs/sft.",
     ),
-    "completion": (_completion, 'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.'),
+    "completion": (
+        _completion,
+        'Complete recipes and flags in a shell: eval "$(burnish completion bash)"; or zsh.',
+    ),
     "data": (
-        partial(_examine, "data", "rows", {"metavar": "3", "type": int, "default": 3, "help": "of each part"}),
+        partial(
+            _examine,
+            "data",
+            "rows",
+            {"metavar": "3", "type": int, "default": 3, "help": "of each part"},
+        ),
         "Show rows as they will be trained on, and count them: burnish data dpo dpo.yaml --rows 3.",
     ),
     "env": (_env, "Print versions and devices for a bug report: burnish env config.yaml."),
@@ -220,7 +255,9 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         "Merge an adapter of peft into its base model: burnish merge runs/sft/adapter merged.",
     ),
     "plan": (
-        partial(_examine, "plan", "gpus", {"metavar": "8x80GB", "help": "those there are, unless given"}),
+        partial(
+            _examine, "plan", "gpus", {"metavar": "8x80GB", "help": "those there are, unless given"}
+        ),
         "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB.",
     ),
     "translate": (
@@ -260,13 +297,17 @@ def _run(
         config = parse(name, settings_of(name), arguments, rules=rules)
         check_names(config)
         check_settings(config)
-        gc.disable()  # imports make millions of objects that stay, and would be searched for garbage for seconds
+        # imports make millions of objects that stay, and would be searched for garbage for seconds
+        gc.disable()
         _prepare_libraries(config)
         opener(name)  # the imports of the recipe
         gc.enable()
         done = perform(name, config)
     except KeyboardInterrupt:
-        print(f"burnish {name}: interrupted; --resume true continues from the last checkpoint, if any", file=sys.stderr)
+        print(
+            f"burnish {name}: interrupted; --resume true continues from the last checkpoint, if any",
+            file=sys.stderr,
+        )
         return 130
     except SystemExit as stopped:
         if name == "demo" and stopped.code not in (0, 2):
@@ -285,8 +326,10 @@ def _run(
 
 def _prepare_libraries(config: Any) -> None:
     """Keep libraries from warnings, waits and questions that help nobody who starts a run."""
-    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # peft's use of transformers
-    if not getattr(config, "quantize", None):  # on some CPUs it warns that 4-bit products are slow; peft imports it
+    # peft's use of transformers
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+    # on some CPUs it warns that 4-bit products are slow; peft imports it
+    if not getattr(config, "quantize", None):
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     _go_offline(config)
     models: Any = import_module("transformers.dynamic_module_utils")
@@ -301,17 +344,24 @@ def _prepare_libraries(config: Any) -> None:
 
 def _advise_after_demo(config: Any) -> None:
     stage = f"burnish sft --config {config.output}/sft/config.yaml --resume true"
-    print(f"burnish demo: starts anew each time; to continue a single stage: {stage}", file=sys.stderr)
+    print(
+        f"burnish demo: starts anew each time; to continue a single stage: {stage}", file=sys.stderr
+    )
 
 
 def _go_offline(config: Any) -> None:
-    """Where the Hub has no address, look for models in the local cache, instead of trying for minutes."""
+    """Where the Hub has no address, look for models in the local cache, instead of trying for
+    minutes.
+    """
     from urllib.request import getproxies
 
     from huggingface_hub import constants
 
     models = [config, getattr(config, "teacher", None)]
-    names = [getattr(config, "value_model", None), *(getattr(each, "model", None) for each in models)]
+    names = [
+        getattr(config, "value_model", None),
+        *(getattr(each, "model", None) for each in models),
+    ]
     are_files = all(name is None or os.path.exists(name) for name in names)
     if are_files or getproxies():  # a proxy looks up the Hub's address itself
         return
@@ -328,8 +378,9 @@ _HUNG_UP = re.compile("Broken pipe|Connection reset|Connection was likely closed
 def _message(error: Exception) -> str | None:
     """The message for the user; None for a bug in burnish, whose traceback is shown.
 
-    burnish's own checks raise messages for users. A missing file or package, or a lack of memory, is reported wherever
-    it is found; refusals of libraries are named where they are called (`registry.as_setting_error`).
+    burnish's own checks raise messages for users. A missing file or package, or a lack of memory,
+    is reported wherever it is found; refusals of libraries are named where they are called
+    (`registry.as_setting_error`).
     """
     where = "--traceback shows where"
     kind = type(error).__name__
@@ -342,7 +393,9 @@ def _message(error: Exception) -> str | None:
         if "pip install" in str(error):
             advice = ""
         return f"{error}{advice}; {where}"
-    if _is_ours(error) and isinstance(error, ValueError | OSError | RuntimeError | FloatingPointError):
+    if _is_ours(error) and isinstance(
+        error, ValueError | OSError | RuntimeError | FloatingPointError
+    ):
         return str(error)
     if not isinstance(error, OSError):
         return None

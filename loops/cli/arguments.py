@@ -1,4 +1,6 @@
-"""Parse flags and YAML files into a configuration. One message lists all mistakes, each with its field and range."""
+"""Parse flags and YAML files into a configuration. One message lists all mistakes, each with its
+field and range.
+"""
 
 import argparse
 import contextlib
@@ -33,7 +35,8 @@ _NEEDED = ("output", None)  # from Python a run may have no directory
 
 
 def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool = True) -> Any:
-    """Parse YAML file and flags into a configuration; flags win in any order. Exits with status 2 on a mistake.
+    """Parse YAML file and flags into a configuration; flags win in any order. Exits with status 2
+    on a mistake.
 
     Args:
         rules: whether settings that contradict each other are a mistake, too.
@@ -56,7 +59,8 @@ def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool
         except argparse.ArgumentError as error:
             unclear = str(error)
     if parsed is None or parsed.get("output", "") is None:
-        fresh = _parser(name, config_class, documented=False)  # a failed parser keeps its print flag
+        # a failed parser keeps its print flag
+        fresh = _parser(name, config_class, documented=False)
         mistakes = list(refused.values())
         mistakes += [text for setting, text in _mistakes(fresh, settings) if setting not in refused]
         _exit(parser, several(mistakes or [unclear]))
@@ -72,7 +76,11 @@ def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool
 
 def _refused_lora(settings: "Sequence[_Setting]") -> dict[str, str]:
     """The complaint about settings of LoRA that do not go together, by the name of their group."""
-    given = [setting.name.removeprefix("lora.") for setting in settings if setting.name.startswith("lora.")]
+    given = [
+        setting.name.removeprefix("lora.")
+        for setting in settings
+        if setting.name.startswith("lora.")
+    ]
     complaint = Lora.complaint(given)
     return {"lora": complaint} if complaint else {}
 
@@ -89,7 +97,9 @@ def _exit(parser: ArgumentParser, message: str) -> NoReturn:
 
 
 def completion(shell: str, recipes: Mapping[str, Any]) -> str:
-    """The script by which a shell, bash or zsh, completes recipes, flags and the values that a flag can have."""
+    """The script by which a shell, bash or zsh, completes recipes, flags and the values that a flag
+    can have.
+    """
     script = io.StringIO()
     set_parsing_settings(add_print_completion_argument=True)
     try:
@@ -112,7 +122,9 @@ SWITCHES = {
 
 
 def without_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
-    """The words without a switch, and whether it is on; it may be followed by true or false, as other switches are."""
+    """The words without a switch, and whether it is on; it may be followed by true or false, as
+    other switches are.
+    """
     left: list[str] = []
     on = False
     for name, values, tokens in split_flags(words):
@@ -129,8 +141,14 @@ def without_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
 
 
 def _parser(name: str, config_class: Any, documented: bool = True) -> Any:
-    set_parsing_settings(docstring_parse_attribute_docstrings=documented)  # a third to a half of its time
-    parser = _Parser(prog=f"burnish {name}", description=config_class.__doc__, allow_abbrev=False, exit_on_error=False)
+    # a third to a half of its time
+    set_parsing_settings(docstring_parse_attribute_docstrings=documented)
+    parser = _Parser(
+        prog=f"burnish {name}",
+        description=config_class.__doc__,
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     files = "a YAML file with these fields, or TRL's; --defaults trl takes TRL's defaults too"
     parser.add_argument("--config", action="config", help=files)
     parser.add_class_arguments(config_class)
@@ -149,7 +167,9 @@ def _needed(config_class: Any) -> list[str]:
 
 
 def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
-    """Flags by the names of fields: ``--learning-rate`` is ``--learning_rate``, ``--resume`` is on, ``.inf`` is inf."""
+    """Flags by the names of fields: ``--learning-rate`` is ``--learning_rate``, ``--resume`` is on,
+    ``.inf`` is inf.
+    """
     hints = get_type_hints(config_class)
     switches = {name for name, hint in hints.items() if hint is bool or True in get_args(hint)}
     words: list[str] = []
@@ -165,7 +185,9 @@ def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
 
 
 class _Setting(NamedTuple):
-    """A setting of a file or a flag, by a name with a dot in a group, and the tokens of it as a flag."""
+    """A setting of a file or a flag, by a name with a dot in a group, and the tokens of it as a
+    flag.
+    """
 
     name: str
     tokens: list[str]
@@ -180,7 +202,8 @@ def _mistakes(parser: Any, settings: Sequence[_Setting]) -> Iterator[tuple[str, 
     given = {setting.name for setting in settings}
     missing = [f"--{name}" for name in _needed(parser.fields) if name not in given]
     if missing:
-        yield "config", f"needed as well: {', '.join(missing)}"  # unless the file, which may have them, can't be read
+        # unless the file, which may have them, can't be read
+        yield "config", f"needed as well: {', '.join(missing)}"
 
 
 def _settings(translated: Mapping[str, Any], arguments: Sequence[str]) -> list[_Setting]:
@@ -188,7 +211,9 @@ def _settings(translated: Mapping[str, Any], arguments: Sequence[str]) -> list[_
     flags = split_flags(arguments)
     settings: list[_Setting] = []
     with contextlib.suppress(ValueError):  # a file that can't be read is refused already
-        in_files = translated or read_files([flag.values[0] for flag in flags if flag.name == "config" and flag.values])
+        in_files = translated or read_files(
+            [flag.values[0] for flag in flags if flag.name == "config" and flag.values]
+        )
         settings += [_as_flag(name, value) for name, value in flattened(in_files).items()]
     for flag in flags:
         if flag.name not in ("config", "print_config"):
@@ -210,7 +235,9 @@ def _as_flag(name: str, value: Any) -> _Setting:
 
 
 def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
-    """Describe the mistake of a setting by itself, in one line, in the words of its type; empty if there is none."""
+    """Describe the mistake of a setting by itself, in one line, in the words of its type; empty if
+    there is none.
+    """
     try:
         parser.parse_args(tokens)
         return ""
@@ -218,7 +245,8 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
         message = str(error)
     value = tokens[0].split("=", 1)[1:]
     text = " ".join([*value, *tokens[1:]]) or "nothing"
-    if "arguments are required" in message:  # other fields, of which `_mistakes` tells: the setting itself is right
+    # other fields, of which `_mistakes` tells: the setting itself is right
+    if "arguments are required" in message:
         return _unknown_reward(text) if name == "rewards" else ""
     hint = _hint(parser.fields, name)
     if hint is None:
@@ -234,8 +262,11 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
 
 
 def _unknown_reward(text: str) -> str:
-    """The complaint about the first reward of a mixture that does not ship and is no ``module:function``, if any."""
-    from ..rewards.resolve import SHIPPED  # imported late: a parser of other settings needs no rewards
+    """The complaint about the first reward of a mixture that does not ship and is no
+    ``module:function``, if any.
+    """
+    # imported late: a parser of other settings needs no rewards
+    from ..rewards.resolve import SHIPPED
 
     rewards: Any = loaded(text)
     if not isinstance(rewards, list | dict):
@@ -250,7 +281,9 @@ def _unknown_reward(text: str) -> str:
 
 
 def _hint(fields: Any, name: str) -> Any:
-    """The type of a field of a dataclass, or of a group's field by its name with a dot; None if there is none."""
+    """The type of a field of a dataclass, or of a group's field by its name with a dot; None if
+    there is none.
+    """
     hint = fields
     for part in name.split("."):
         hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
@@ -258,7 +291,9 @@ def _hint(fields: Any, name: str) -> Any:
 
 
 def _meant(text: str, hint: Any) -> str:
-    """``, did you mean ...?`` with the word nearest to a wrong one; empty if none is near, or any word may stand."""
+    """``, did you mean ...?`` with the word nearest to a wrong one; empty if none is near, or any
+    word may stand.
+    """
     choices: set[str] = set()
     for kind in kinds(hint):
         if get_origin(kind) is Literal:
@@ -286,7 +321,9 @@ class _Parser(ArgumentParser):
             sections["" if is_own else shared.get(name, _RUN)].append(action)
         for switch, purpose in SWITCHES.items():
             sections[_RUN].append(
-                argparse.Action([f"--{switch}"], switch, nargs=0, default=argparse.SUPPRESS, help=purpose)
+                argparse.Action(
+                    [f"--{switch}"], switch, nargs=0, default=argparse.SUPPRESS, help=purpose
+                )
             )
         for action in self._actions:
             action.required |= action.dest in _needed(self.fields)

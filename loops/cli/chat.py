@@ -1,7 +1,8 @@
-"""``burnish chat RUN_OR_MODEL``: talk to a model on the terminal, or in a pipe, a line of standard input each turn.
+"""``burnish chat RUN_OR_MODEL``: talk to a model on the terminal, or in a pipe, a line of standard
+input each turn.
 
-The model's chat template makes the prompt, and its end tokens end an answer, as they do where it is served. A model
-without a chat template continues each line by itself.
+The model's chat template makes the prompt, and its end tokens end an answer, as they do where it is
+served. A model without a chat template continues each line by itself.
 """
 
 import argparse
@@ -20,11 +21,19 @@ from ..registry import as_setting_error
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "burnish chat", description="Talk to a model, a line of standard input each turn.", allow_abbrev=False
+        "burnish chat",
+        description="Talk to a model, a line of standard input each turn.",
+        allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="RUN_OR_MODEL", help="directory of a run or a model, or a model on the Hub")
+    parser.add_argument(
+        "model", metavar="RUN_OR_MODEL", help="directory of a run or a model, or a model on the Hub"
+    )
     parser.add_argument("--system", help="the message that the conversation begins with")
-    parser.add_argument("--temperature", type=float, help="0 takes the likeliest token; unless given, the model's own")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="0 takes the likeliest token; unless given, the model's own",
+    )
     parser.add_argument("--max_tokens", type=int, default=512, help="of an answer")
     return parser
 
@@ -49,24 +58,32 @@ def model_of(named: str) -> str:
     """
     directory = Path(named)
     if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
-        raise ValueError(f"{named}: holds an adapter alone; burnish merge {named} OUT makes a model of it")
+        raise ValueError(
+            f"{named}: holds an adapter alone; burnish merge {named} OUT makes a model of it"
+        )
     if not (directory / "config.yaml").exists() or (directory / "config.json").exists():
         return named
     if not (directory / "model/config.json").exists():
-        raise ValueError(f"{named}: the run has left no model yet; burnish export {named} makes one of a checkpoint")
+        raise ValueError(
+            f"{named}: the run has left no model yet; burnish export {named} makes one of a checkpoint"
+        )
     return str(directory / "model")
 
 
-def talk(model: Any, tokenizer: Any, *, system: str | None, max_tokens: int, **sampling: Any) -> None:
+def talk(
+    model: Any, tokenizer: Any, *, system: str | None, max_tokens: int, **sampling: Any
+) -> None:
     """Answer each line of standard input on standard output, token by token, until the input ends.
 
     Raises:
-        ValueError: if there is a system message and no chat template, or the conversation is longer than the model's
-            context.
+        ValueError: if there is a system message and no chat template, or the conversation is longer
+            than the model's context.
     """
     templated = bool(tokenizer.chat_template)
     if system is not None and not templated:
-        raise ValueError("system: this model has no chat template, so nothing would be a system message; leave it out")
+        raise ValueError(
+            "system: this model has no chat template, so nothing would be a system message; leave it out"
+        )
     if not templated:
         print("no chat template: each line is continued by itself", file=sys.stderr)
     beginning = [] if system is None else [{"role": "system", "content": system}]
@@ -74,7 +91,9 @@ def talk(model: Any, tokenizer: Any, *, system: str | None, max_tokens: int, **s
     for line in _lines():
         if templated:
             messages.append({"role": "user", "content": line})
-            prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            prompt = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
         else:
             prompt = tokenizer(line)["input_ids"]
         answer = _answer(model, tokenizer, prompt, max_tokens, sampling)
@@ -97,7 +116,9 @@ def _lines() -> Iterator[str]:
 
 
 @torch.inference_mode()
-def _answer(model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, sampling: dict[str, Any]) -> str:
+def _answer(
+    model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, sampling: dict[str, Any]
+) -> str:
     """Generate and print the answer to a prompt; returns its text."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and len(prompt) + 1 > longest:

@@ -1,4 +1,6 @@
-"""``burnish data <recipe>``: rows as they will be trained on, the trained tokens in color, and the account of all."""
+"""``burnish data <recipe>``: rows as they will be trained on, the trained tokens in color, and the
+account of all.
+"""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,7 +26,9 @@ def show(recipe: str, config: Any, rows: int) -> None:
     tokenizer = load_tokenizer(config)
     encode = _encoder(recipe, config)
     console = Console(highlight=False, soft_wrap=True)
-    for parts in data.load_data(resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed):
+    for parts in data.load_data(
+        resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed
+    ):
         if not parts:
             continue
         encoded, accounting = encode(parts, tokenizer, tokenization(config))
@@ -49,8 +53,14 @@ def _encoder(recipe: str, config: Any) -> Callable[..., Any]:
         return partial(data.encode_stepwise, **options)
     if recipe == "reward":
         return encoder(config)[0]
-    pairs = {"dpo": data.encode_preference, "orpo": data.encode_preference, "cpo": data.encode_preference}
-    prompts = data.encode_prompts if getattr(config, "environment", None) is None else data.encode_rows
+    pairs = {
+        "dpo": data.encode_preference,
+        "orpo": data.encode_preference,
+        "cpo": data.encode_preference,
+    }
+    prompts = (
+        data.encode_prompts if getattr(config, "environment", None) is None else data.encode_rows
+    )
     return {**pairs, "kto": data.encode_unpaired}.get(recipe, prompts)
 
 
@@ -59,7 +69,10 @@ def _texts(example: data.Example, tokenizer: Any, recipe: str, *, color: bool) -
     tokens = len(example.prompt) + sum(map(len, example.completions))
     trained = sum(map(sum, example.trained))
     is_prompt = not example.completions
-    yield Text(f"{tokens:,} tokens" + (" of a prompt" if is_prompt else f", {trained:,} of them trained"), style="dim")
+    yield Text(
+        f"{tokens:,} tokens" + (" of a prompt" if is_prompt else f", {trained:,} of them trained"),
+        style="dim",
+    )
     yield Text(tokenizer.decode(example.prompt), style="dim")
     pair = recipe in ("dpo", "orpo", "cpo", "reward") and len(example.completions) == 2
     for number, (ids, mask) in enumerate(zip(example.completions, example.trained, strict=True)):
@@ -68,6 +81,7 @@ def _texts(example: data.Example, tokenizer: Any, recipe: str, *, color: bool) -
         for is_trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
             piece = tokenizer.decode([token for token, _ in run])
             text.append(
-                piece if color or not is_trained else f"⟦{piece}⟧", "not bold green" if is_trained else "not bold dim"
+                piece if color or not is_trained else f"⟦{piece}⟧",
+                "not bold green" if is_trained else "not bold dim",
             )
         yield text

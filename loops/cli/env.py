@@ -1,4 +1,6 @@
-"""``burnish env [config.yaml]``: the facts about the machine that a bug report needs, and nothing private."""
+"""``burnish env [config.yaml]``: the facts about the machine that a bug report needs, and nothing
+private.
+"""
 
 import hashlib
 import os
@@ -16,7 +18,9 @@ def environment(files: Sequence[str] = ()) -> str:
     lines["gpu"] = _gpus()
     lines |= launch_variables()
     for file in files:
-        lines[Path(file).name] = f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
+        lines[Path(file).name] = (
+            f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
+        )
     return "\n".join(f"{name:15} {value}" for name, value in lines.items())
 
 
@@ -30,6 +34,8 @@ def _gpus() -> str:
     described = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        described.append(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute {gpu.major}.{gpu.minor}")
+        described.append(
+            f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute {gpu.major}.{gpu.minor}"
+        )
     kinds = [f"{described.count(kind)} x {kind}" for kind in dict.fromkeys(described)]
     return f"{'; '.join(kinds)}; CUDA {torch.version.cuda}, HIP {torch.version.hip}"

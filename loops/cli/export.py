@@ -1,10 +1,12 @@
-"""``burnish export RUN [OUT] [--step N | --best]``: a checkpoint of a run as a model that transformers and vLLM load.
+"""``burnish export RUN [OUT] [--step N | --best]``: a checkpoint of a run as a model that
+transformers and vLLM load.
 
     OUT/             model, tokenizer and generation configuration, as a run that ends there writes them to model/
     OUT/adapter/     the adapter alone, where adapters were trained
     OUT/values/      value head or critic of ppo
 
-A checkpoint holds what was trained, of any number of ranks; what was frozen is read from the model's own files.
+A checkpoint holds what was trained, of any number of ranks; what was frozen is read from the
+model's own files.
 """
 
 import argparse
@@ -33,13 +35,15 @@ from ..runs.storage import damage
 from ..runs.training import to_lower
 from ..train.optimizers import averaged_by, make_optimizer
 
-# A setting that only one kind of model has, and the settings of its recipe; all others train a plain causal LM.
+# A setting that only one kind of model has, and the settings of its recipe; all others train a
+# plain causal LM.
 _KINDS: dict[str, type[Common]] = {"centering": Reward, "separator": PRM, "value_model": PPO}
 # The settings that the model is made by; none of the others says how it is stored.
 _OF_MODEL = ("model", "model_revision", "tokenizer", "chat_template", "eos_token", "dtype", "weights_dtype", "lora",
              "quantize", "quantize_kwargs", "seed", "separator", "value_model", "value_head", "optimizer",
              "optimizer_kwargs", "learning_rate", "weight_decay", "rounding", "offload_optimizer")  # fmt: skip
-_OBJECT = re.compile(r"\w+ [0-9a-f]{16}|[\w.]+:[\w.]+")  # how config.yaml describes a model or tokenizer in memory
+# how config.yaml describes a model or tokenizer in memory
+_OBJECT = re.compile(r"\w+ [0-9a-f]{16}|[\w.]+:[\w.]+")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,13 +53,17 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run")
-    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="unless given, RUN/exported/step-00000100")
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, nargs="?", help="unless given, RUN/exported/step-00000100"
+    )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", type=int, help="of the checkpoint; unless given, the newest")
     which.add_argument("--best", action="store_true", help="the best by the run's keep_best")
     parser.add_argument("--model", help="the model that the run began with, if it is elsewhere now")
     parser.add_argument("--tokenizer", help="its tokenizer, if that is elsewhere now")
-    parser.add_argument("--value_model", help="the model that the critic of ppo began with, likewise")
+    parser.add_argument(
+        "--value_model", help="the model that the critic of ppo began with, likewise"
+    )
     return parser
 
 
@@ -63,7 +71,9 @@ def run(words: Sequence[str]) -> None:
     options = parser().parse_args(words)
     moved = {name: getattr(options, name) for name in ("model", "tokenizer", "value_model")}
     places = {name: place for name, place in moved.items() if place is not None}
-    step, target = export(options.run, options.out, step=options.step, best=options.best, places=places)
+    step, target = export(
+        options.run, options.out, step=options.step, best=options.best, places=places
+    )
     print(f"the model of step {step} is in {target}")
 
 
@@ -82,18 +92,21 @@ def export(
         target: of the model, new or empty; unless given, one of this step in the run's.
         step: of the checkpoint; the newest unless given.
         best: take the best by the run's ``keep_best``.
-        places: where the ``model``, ``tokenizer`` and ``value_model`` that the run began with are, if not where they
-            were.
+        places: where the ``model``, ``tokenizer`` and ``value_model`` that the run began with are,
+            if not where they were.
 
     Raises:
-        ValueError: if there is no such checkpoint, if it is damaged, or if the target holds something.
+        ValueError: if there is no such checkpoint, if it is damaged, or if the target holds
+            something.
         CheckpointError: if the checkpoint is not that of the configured model.
     """
     settings = settings_in(directory)
     step = _chosen_step(directory, settings, step, best=best)
     path = checkpoint.path_of(directory / "checkpoints", step)
     if problem := damage(path, slice(None)):
-        raise ValueError(f"{path} is damaged: {problem}; give the --step of another, {_there(directory)}")
+        raise ValueError(
+            f"{path} is damaged: {problem}; give the --step of another, {_there(directory)}"
+        )
     if target is None:
         target = directory / "exported" / path.name
     refuse_used(target)
@@ -104,7 +117,12 @@ def export(
     policy = _untrained(config, tokenizer)
     _load(path, policy, config, tokenizer)
     write_model(policy, tokenizer, target, target / "adapter")
-    save_values(getattr(policy, "critic", None), getattr(policy, "value_head", None), tokenizer, target / "values")
+    save_values(
+        getattr(policy, "critic", None),
+        getattr(policy, "value_head", None),
+        tokenizer,
+        target / "values",
+    )
     return step, target
 
 
@@ -114,11 +132,15 @@ def refuse_used(target: Path) -> None:
         raise ValueError(f"{target} holds something already; remove it, or name another directory")
 
 
-def _chosen_step(directory: Path, settings: Mapping[str, Any], step: int | None, *, best: bool) -> int:
+def _chosen_step(
+    directory: Path, settings: Mapping[str, Any], step: int | None, *, best: bool
+) -> int:
     """The step of the checkpoint to export; ValueError if there is none."""
     steps = checkpoint.steps_in(directory / "checkpoints")
     if not steps:
-        raise ValueError(f"{directory}: there is no checkpoint; a run writes them by save_every, and at its end")
+        raise ValueError(
+            f"{directory}: there is no checkpoint; a run writes them by save_every, and at its end"
+        )
     if best:
         return _best_step(directory, settings, steps)
     if step is None:
@@ -136,17 +158,23 @@ def _there(directory: Path) -> str:
 def _best_step(directory: Path, settings: Mapping[str, Any], steps: Sequence[int]) -> int:
     keep_best = settings.get("keep_best")
     if not keep_best:
-        raise ValueError(f"{directory}: no checkpoint is the best, as the run had no keep_best; {_there(directory)}")
+        raise ValueError(
+            f"{directory}: no checkpoint is the best, as the run had no keep_best; {_there(directory)}"
+        )
     measured = [entry for entry in entries(directory / "metrics.jsonl") if entry["step"] in steps]
     values: dict[int, float] = {entry["step"]: to_lower(keep_best, entry) for entry in measured}
     finite = {step: value for step, value in values.items() if value < math.inf}  # nan is left out
     if not finite:
-        raise ValueError(f"{directory}: {keep_best} was measured at no step with a checkpoint; {_there(directory)}")
+        raise ValueError(
+            f"{directory}: {keep_best} was measured at no step with a checkpoint; {_there(directory)}"
+        )
     return min(finite, key=finite.__getitem__)
 
 
 def _config_of(settings: Mapping[str, Any], places: Mapping[str, str]) -> Any:
-    """The settings by which the run made its model, in the class of a recipe with the same kind of model."""
+    """The settings by which the run made its model, in the class of a recipe with the same kind of
+    model.
+    """
     kind = next((kind for name, kind in _KINDS.items() if name in settings), SFT)
     known = {each.name for each in fields(kind)} & settings.keys()
     given = {name: settings[name] for name in _OF_MODEL if name in known}
@@ -180,7 +208,9 @@ def _untrained(config: Any, tokenizer: Any) -> Backbone:
 
 
 def _load(path: Path, policy: Backbone, config: Any, tokenizer: Any) -> None:
-    """Give the policy the weights of a checkpoint, and the tokens that it had learned to end with."""
+    """Give the policy the weights of a checkpoint, and the tokens that it had learned to end
+    with.
+    """
     optimizer: Any = make_optimizer(config, policy) if averaged_by(config) else None
     state = checkpoint.load_weights(path, policy, optimizer)
     if optimizer is not None:
@@ -188,6 +218,8 @@ def _load(path: Path, policy: Backbone, config: Any, tokenizer: Any) -> None:
     tokens = state.get("end_tokens")
     if tokens is None:  # of an earlier version, which kept them only at the end of the run
         saved = path.parent.parent / "model"
-        tokens = ends_of(policy.plain.generation_config.from_pretrained(saved)) if saved.exists() else []
+        tokens = (
+            ends_of(policy.plain.generation_config.from_pretrained(saved)) if saved.exists() else []
+        )
     if line := add_end_tokens(policy.plain, tokens, tokenizer):
         print(line)

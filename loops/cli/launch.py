@@ -1,7 +1,9 @@
-"""Launch lines of accelerate, torchrun and deepspeed: how many ranks they start, and how these share the model.
+"""Launch lines of accelerate, torchrun and deepspeed: how many ranks they start, and how these
+share the model.
 
-`expanded` brings files and flags of all of them to one vocabulary, the names of `accelerate launch`; the rule
-`sharding` makes our fields of it, and `command` the line of torchrun that starts the same ranks.
+`expanded` brings files and flags of all of them to one vocabulary, the names of `accelerate
+launch`; the rule `sharding` makes our fields of it, and `command` the line of torchrun that starts
+the same ranks.
 """
 
 import json
@@ -21,13 +23,16 @@ _OFF = (None, False, "", "no", "none", "None", "false", "False", 0)
 # Sections of a file of accelerate's, and what its flags have before the names of their keys.
 _GROUPS = {"fsdp_config": "fsdp_", "deepspeed_config": "", "parallelism_config": "parallelism_config_",
            "megatron_lm_config": "", "dynamo_config": "dynamo_", "mpirun_config": "", "fp8_config": "fp8_"}  # fmt: skip
-_OFF_IS_ASKED = ("distributed_type", "zero_stage", "fsdp_reshard_after_forward")  # other keys that are off ask nothing
+# other keys that are off ask nothing
+_OFF_IS_ASKED = ("distributed_type", "zero_stage", "fsdp_reshard_after_forward")
 _STARTED_BY_TRL = 8  # processes, by each of the files that TRL ships
 
 
 @cache
 def names() -> dict[str, Any]:
-    parsed: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("launch_names.yaml").read_text())
+    parsed: dict[str, Any] = yaml.safe_load(
+        Path(__file__).with_name("launch_names.yaml").read_text()
+    )
     return parsed
 
 
@@ -64,9 +69,13 @@ def _accelerate_file(value: Any) -> tuple[dict[str, Any], list[str]]:
     if not path.is_file():
         preset = names()["presets"].get(_plain(path.stem))
         if preset is None:
-            raise Unreadable(f"there is no {value} here, and its name is none of {', '.join(names()['presets'])}")
+            raise Unreadable(
+                f"there is no {value} here, and its name is none of {', '.join(names()['presets'])}"
+            )
         if path.suffix:
-            return preset, [f"there is no {value} here; it is read by its name, as {_plain(path.stem)} in bf16"]
+            return preset, [
+                f"there is no {value} here; it is read by its name, as {_plain(path.stem)} in bf16"
+            ]
         return {**preset, "num_processes": _STARTED_BY_TRL}, []
     keys = _mapping(path)
     found: dict[str, Any] = {}
@@ -117,7 +126,9 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
-    """What a file of DeepSpeed's, or a mapping in its place, asks for, in the names of accelerate's flags."""
+    """What a file of DeepSpeed's, or a mapping in its place, asks for, in the names of accelerate's
+    flags.
+    """
     path = Path(str(value))
     if isinstance(value, Mapping):
         keys = value
@@ -126,8 +137,12 @@ def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
     else:
         preset = names()["presets"].get(_plain(path.stem), {})
         if "zero_stage" not in preset:
-            raise Unreadable(f"there is no {value} here, and its name says no stage, as zero3.json does")
-        return {**preset, "use_deepspeed": True}, [f"there is no {value} here; it is read by its name"]
+            raise Unreadable(
+                f"there is no {value} here, and its name says no stage, as zero3.json does"
+            )
+        return {**preset, "use_deepspeed": True}, [
+            f"there is no {value} here; it is read by its name"
+        ]
     _refuse_deepspeed(keys)
     zero = keys.get("zero_optimization") or {}
     found = {"use_deepspeed": True, "zero_stage": zero.get("stage", 0)}
@@ -142,13 +157,17 @@ def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def _refuse_deepspeed(keys: Mapping[str, Any]) -> None:
-    """Raise `Unreadable` if a file of DeepSpeed's asks for something that burnish does otherwise, or not at all."""
+    """Raise `Unreadable` if a file of DeepSpeed's asks for something that burnish does otherwise,
+    or not at all.
+    """
     for key in keys:
         if key not in names()["deepspeed_harmless"]:
             raise Unreadable(f"{key} has no equivalent here; leave it out")
     for part, ours in (("optimizer", "optimizer"), ("scheduler", "schedule")):
         if part in keys:
-            raise Unreadable(f"its {part} is DeepSpeed's own; leave it out, and give {ours}, whose name burnish knows")
+            raise Unreadable(
+                f"its {part} is DeepSpeed's own; leave it out, and give {ours}, whose name burnish knows"
+            )
 
 
 def _fsdp_words(value: Any) -> tuple[dict[str, Any], list[str]]:
@@ -187,7 +206,8 @@ def _settings_of(group: str, value: Any) -> tuple[dict[str, Any], list[str]]:
     return _flat(group, keys), []
 
 
-# Names whose values are files, or stand for several settings; in this order, as the first may name the second.
+# Names whose values are files, or stand for several settings; in this order, as the first may name
+# the second.
 _FILES = {
     "accelerate_config": _accelerate_file,
     "deepspeed_config_file": _deepspeed_file,
@@ -199,7 +219,9 @@ _FILES = {
 
 
 def sharding(trl: Translation) -> dict[str, Any]:
-    """The fields by which ranks share the model as a launch line asks; fields set in our names win."""
+    """The fields by which ranks share the model as a launch line asks; fields set in our names
+    win.
+    """
     kind = _kind(trl)
     fields: dict[str, Any] = {}
     if kind == "deepspeed":
@@ -210,7 +232,11 @@ def sharding(trl: Translation) -> dict[str, Any]:
         fields |= _parallelism(trl)
     sizes = {name for name in fields if name.startswith("parallel.")}
     alone = {name for name in sizes if fields[name] == 1}  # as without the setting
-    return {name: value for name, value in fields.items() if name not in alone and name not in trl.elsewhere}
+    return {
+        name: value
+        for name, value in fields.items()
+        if name not in alone and name not in trl.elsewhere
+    }
 
 
 def _on(trl: Translation, name: str) -> bool:
@@ -219,14 +245,22 @@ def _on(trl: Translation, name: str) -> bool:
 
 
 def _kind(trl: Translation) -> str:
-    """fsdp, deepspeed, copies or one; by flags if there are any, as in accelerate, else by its file."""
-    for name, kind in (("use_deepspeed", "deepspeed"), ("use_fsdp", "fsdp"), ("multi_gpu", "copies")):
+    """fsdp, deepspeed, copies or one; by flags if there are any, as in accelerate, else by its
+    file.
+    """
+    for name, kind in (
+        ("use_deepspeed", "deepspeed"),
+        ("use_fsdp", "fsdp"),
+        ("multi_gpu", "copies"),
+    ):
         if _on(trl, name):
             return kind
     asked = str(trl.given.get("distributed_type") or "NO").upper()
     types: Mapping[str, str] = names()["types"]
     if asked not in types:
-        trl.refuse("distributed_type", f"{asked!r} is none of {', '.join(types)}", instead="parallel")
+        trl.refuse(
+            "distributed_type", f"{asked!r} is none of {', '.join(types)}", instead="parallel"
+        )
     return types.get(asked, "one")
 
 
@@ -250,7 +284,9 @@ def _deepspeed(trl: Translation) -> dict[str, Any]:
     given = trl.given.get("zero_stage")
     stage = 2 if given is None else int(given)  # accelerate's
     if stage not in (0, 1, 2, 3):
-        return trl.refuse("zero_stage", f"{stage} is none of 0, 1, 2, 3", instead="parallel.dp_shard_size")
+        return trl.refuse(
+            "zero_stage", f"{stage} is none of 0, 1, 2, 3", instead="parallel.dp_shard_size"
+        )
     ranks = _ranks(trl, name) if stage else None
     if ranks:
         fields["parallel.dp_shard_size"] = ranks
@@ -261,7 +297,9 @@ def _deepspeed(trl: Translation) -> dict[str, Any]:
     if _device(trl, "optimizer") == "cpu":
         fields["offload_optimizer"] = True
     if _device(trl, "param") != "none":
-        trl.refuse("offload_param_device", "parameters stay on the GPU", instead="offload_optimizer")
+        trl.refuse(
+            "offload_param_device", "parameters stay on the GPU", instead="offload_optimizer"
+        )
     return fields
 
 
@@ -269,7 +307,11 @@ def _device(trl: Translation, kind: str) -> str:
     name = f"offload_{kind}_device"
     device = str(trl.given.get(name) or "none").lower()
     if device not in ("none", "cpu"):
-        trl.refuse(name, f"states go to the memory of the host (cpu), not to {device}", instead="offload_optimizer")
+        trl.refuse(
+            name,
+            f"states go to the memory of the host (cpu), not to {device}",
+            instead="offload_optimizer",
+        )
     return device
 
 
@@ -280,14 +322,18 @@ def _fsdp(trl: Translation) -> dict[str, Any]:
     strategy = str(trl.given.get(setting, "FULL_SHARD")).upper()
     over = names()["strategies"].get(strategy)
     if over is None:
-        return trl.refuse(setting, f"{strategy!r} is no way to shard", instead="parallel.dp_shard_size")
+        return trl.refuse(
+            setting, f"{strategy!r} is no way to shard", instead="parallel.dp_shard_size"
+        )
     ranks = _ranks(trl, name) if over != "none" else None
     if ranks:
         machines = int(trl.given.get("num_machines") or 1)
         fields["parallel.dp_shard_size"] = ranks // machines if over == "machine" else ranks
         if strategy in ("SHARD_GRAD_OP", "2", "HYBRID_SHARD_ZERO2", "5", "FALSE"):
             kept = "keeps the parameters between forward and backward"
-            trl.notes.append(f"{setting}: {strategy} {kept}; here each layer is gathered twice, for less memory")
+            trl.notes.append(
+                f"{setting}: {strategy} {kept}; here each layer is gathered twice, for less memory"
+            )
     if _on(trl, "fsdp_activation_checkpointing"):
         fields["gradient_checkpointing"] = True
     if _on(trl, "fsdp_activation_checkpointing_offload"):
@@ -356,7 +402,17 @@ def launched(
 
 def _left_out(words: Sequence[str]) -> list[str]:
     """The words before the first flag that are neither variables nor launchers that are known."""
-    known = {"accelerate", "launch", "torchrun", "deepspeed", "trl", "python", "python3", "uv", "run"}
+    known = {
+        "accelerate",
+        "launch",
+        "torchrun",
+        "deepspeed",
+        "trl",
+        "python",
+        "python3",
+        "uv",
+        "run",
+    }
     left_out = []
     for word in words:
         if word.startswith("-"):
@@ -368,7 +424,9 @@ def _left_out(words: Sequence[str]) -> list[str]:
 
 
 def _count_processes(flags: dict[str, str]) -> None:
-    """Replace the number of processes per machine, which torchrun and DeepSpeed name, by the number of all."""
+    """Replace the number of processes per machine, which torchrun and DeepSpeed name, by the number
+    of all.
+    """
     per_machine = flags.pop("nproc_per_node", None) or flags.pop("num_gpus", None)
     if per_machine is None:
         return
@@ -380,15 +438,21 @@ def _count_processes(flags: dict[str, str]) -> None:
 
 
 def _default_file() -> Path | None:
-    """The file that `accelerate config` leaves, which `accelerate launch` reads unless it is given another."""
+    """The file that `accelerate config` leaves, which `accelerate launch` reads unless it is given
+    another.
+    """
     cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("HF_HOME", f"{cache_home}/huggingface")).expanduser()
-    candidates = (home / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json", "yml"))
+    candidates = (
+        home / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json", "yml")
+    )
     return next((path for path in candidates if path.is_file()), None)
 
 
 def command(recipe: str, given: Mapping[str, Any], variables: Sequence[str] = ()) -> str:
-    """The line that starts the ranks of a launch line, to which the configuration is to be added."""
+    """The line that starts the ranks of a launch line, to which the configuration is to be
+    added.
+    """
     said = {name: given.get(name) for name in ("num_processes", "num_machines", "nproc_per_node")}
     machines = int(said["num_machines"] or 1)
     settings = [*variables, *_variables(given)]
@@ -398,14 +462,20 @@ def command(recipe: str, given: Mapping[str, Any], variables: Sequence[str] = ()
         for_several = name in ("num_machines", "rdzv_backend", "main_process_ip")
         if value in (*_OFF, "static") or (machines == 1 and for_several):
             continue
-        options.append(f"--{theirs}" if value is True or value == "true" else f"--{theirs} {shlex.quote(str(value))}")
+        options.append(
+            f"--{theirs}"
+            if value is True or value == "true"
+            else f"--{theirs} {shlex.quote(str(value))}"
+        )
     if machines > 1 and given.get("machine_rank") in _OFF:
         options.append("--node_rank 0")
     ranks = int(said["num_processes"] or 1)
     each = said["nproc_per_node"] or max(ranks // machines, 1)
     if each == 1 and machines == 1:
         return " ".join([*settings, f"burnish {recipe}"])
-    return " ".join([*settings, "torchrun", f"--nproc_per_node {each}", *options, f"-m burnish {recipe}"])
+    return " ".join(
+        [*settings, "torchrun", f"--nproc_per_node {each}", *options, f"-m burnish {recipe}"]
+    )
 
 
 def _variables(given: Mapping[str, Any]) -> list[str]:

@@ -1,6 +1,7 @@
 """``burnish merge ADAPTER OUT [--model BASE]``: a LoRA adapter of peft, merged into its base model.
 
-OUT has the base's dtype: each weight is merged in float32 and rounded once. A quantized base is dequantized.
+OUT has the base's dtype: each weight is merged in float32 and rounded once. A quantized base is
+dequantized.
 """
 
 import argparse
@@ -28,10 +29,16 @@ _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "burnish merge", description="Merge a LoRA adapter of peft into its base model.", allow_abbrev=False
+        "burnish merge",
+        description="Merge a LoRA adapter of peft into its base model.",
+        allow_abbrev=False,
     )
-    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="directory of an adapter, such as RUN/adapter")
-    parser.add_argument("out", metavar="OUT", type=Path, help="directory of the merged model, new or empty")
+    parser.add_argument(
+        "adapter", metavar="ADAPTER", type=Path, help="directory of an adapter, such as RUN/adapter"
+    )
+    parser.add_argument(
+        "out", metavar="OUT", type=Path, help="directory of the merged model, new or empty"
+    )
     parser.add_argument("--model", help="its base model, if that is not where the adapter says")
     return parser
 
@@ -51,8 +58,8 @@ def merge(adapter: Path, target: Path, *, base: str | None = None) -> None:
         base: name or directory of the base model; unless given, what the adapter was made for.
 
     Raises:
-        ValueError: if it is no adapter that can be merged, if it is one of another model, or if the target holds
-            something.
+        ValueError: if it is no adapter that can be merged, if it is one of another model, or if the
+            target holds something.
     """
     described = _described(adapter)
     refuse_used(target)
@@ -72,9 +79,12 @@ def merge(adapter: Path, target: Path, *, base: str | None = None) -> None:
     tokenizer = load_tokenizer(config)
     weights: dict[str, Tensor] = load_peft_weights(str(adapter), device="cpu")
     task = described.get("task_type") or "CAUSAL_LM"
-    refused = as_setting_error(f"{adapter}: not an adapter of {base}", RuntimeError, ValueError, KeyError)
+    refused = as_setting_error(
+        f"{adapter}: not an adapter of {base}", RuntimeError, ValueError, KeyError
+    )
     with refused, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Found missing adapter keys")  # `_check_whole` refuses them
+        # `_check_whole` refuses them
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
         policy = Backbone(_with_adapter(config, task, weights))
     _check_whole(adapter, base, weights, policy)
     if task in _CLASSIFIERS:
@@ -83,24 +93,36 @@ def merge(adapter: Path, target: Path, *, base: str | None = None) -> None:
 
 
 def _described(adapter: Path) -> dict[str, Any]:
-    """The configuration of an adapter; ValueError unless it is one of LoRA that merges into plain weights."""
+    """The configuration of an adapter; ValueError unless it is one of LoRA that merges into plain
+    weights.
+    """
     path = adapter / "adapter_config.json"
     if not path.exists():
-        raise ValueError(f"{adapter}: no adapter, as it has no adapter_config.json; a run leaves one in RUN/adapter")
+        raise ValueError(
+            f"{adapter}: no adapter, as it has no adapter_config.json; a run leaves one in RUN/adapter"
+        )
     described: dict[str, Any] = json.loads(path.read_text())
     kind = described.get("peft_type")
     if kind != "LORA":
-        raise ValueError(f"{adapter}: wanted an adapter of LoRA, got one of {kind}, which burnish doesn't merge")
+        raise ValueError(
+            f"{adapter}: wanted an adapter of LoRA, got one of {kind}, which burnish doesn't merge"
+        )
     if odd := sorted(name for name in UNMERGED if described.get(name)):
-        raise ValueError(f"{adapter}: its {odd[0]} can't be merged into a plain model; use it with peft")
+        raise ValueError(
+            f"{adapter}: its {odd[0]} can't be merged into a plain model; use it with peft"
+        )
     task = described.get("task_type")
     if task not in (None, "CAUSAL_LM", *_CLASSIFIERS):
-        raise ValueError(f"{adapter}: wanted an adapter of a causal LM or a classifier, got one for {task}")
+        raise ValueError(
+            f"{adapter}: wanted an adapter of a causal LM or a classifier, got one for {task}"
+        )
     return described
 
 
 def _with_adapter(config: SFT, task: str, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The base model with the adapter in it; of a classifier with as many outputs as the adapter's head has."""
+    """The base model with the adapter in it; of a classifier with as many outputs as the adapter's
+    head has.
+    """
     if task not in _CLASSIFIERS:
         return load_model(config)
     labels = {label: f"LABEL_{label}" for label in range(_outputs(weights))}
@@ -110,14 +132,19 @@ def _with_adapter(config: SFT, task: str, weights: Mapping[str, Tensor]) -> nn.M
 
 def _outputs(weights: Mapping[str, Tensor]) -> int:
     """The number of outputs of the classifier's head that an adapter has trained."""
-    heads = [weight for name, weight in weights.items() if name.endswith(("score.weight", "classifier.weight"))]
+    heads = [
+        weight
+        for name, weight in weights.items()
+        if name.endswith(("score.weight", "classifier.weight"))
+    ]
     if not heads:
         raise ValueError("it has no head, and that of the base model would be random")
     return len(heads[0])
 
 
 def _check_whole(adapter: Path, base: str, weights: Mapping[str, Tensor], policy: Backbone) -> None:
-    """Raise ValueError if weights of the adapter have no place in the model, or places in it have no weight.
+    """Raise ValueError if weights of the adapter have no place in the model, or places in it have
+    no weight.
 
     peft warns of the former at most, and leaves the latter as they begin, adding nothing.
     """
@@ -125,4 +152,6 @@ def _check_whole(adapter: Path, base: str, weights: Mapping[str, Tensor], policy
     odd = sorted(weights.keys() ^ placed.keys())
     if odd:
         where = "the adapter" if odd[0] in weights else "the model with its adapter"
-        raise ValueError(f"{adapter}: not an adapter of {base}: {odd[0]} is in {where} alone; give --model")
+        raise ValueError(
+            f"{adapter}: not an adapter of {base}: {odd[0]} is in {where} alone; give --model"
+        )

@@ -1,9 +1,10 @@
-"""``burnish plan <recipe> [--config file.yaml] [--any.field value] [--gpus 8x80GB]``, and ``--dry_run`` of a recipe.
+"""``burnish plan <recipe> [--config file.yaml] [--any.field value] [--gpus 8x80GB]``, and
+``--dry_run`` of a recipe.
 
-Do everything of a run that comes before its first step, but on models without weights: read the configuration and the
-data, encode it, find rewards, teacher and environment. Then simulate a step from shapes alone, and print the memory of
-each rank at its peak. Nothing is left in the run directory; encoded data stays in the cache of datasets, where the run
-finds it.
+Do everything of a run that comes before its first step, but on models without weights: read the
+configuration and the data, encode it, find rewards, teacher and environment. Then simulate a step
+from shapes alone, and print the memory of each rank at its peak. Nothing is left in the run
+directory; encoded data stays in the cache of datasets, where the run finds it.
 """
 
 import os
@@ -17,12 +18,14 @@ import torch
 from ..recipes import opener
 from .rehearsal import Rehearsal, rehearse
 
-CONTEXT = 1_000_000_000  # bytes that CUDA, its libraries and NCCL take on a GPU before the first tensor
+# bytes that CUDA, its libraries and NCCL take on a GPU before the first tensor
+CONTEXT = 1_000_000_000
 USABLE = 0.95  # of the rest; fragments between allocations take some
 
 
 def show(recipe: str, config: Any, gpus: str | None) -> bool:
-    """Print the plan of a run and, if it does not fit, the savings of each setting; returns True if it fits.
+    """Print the plan of a run and, if it does not fit, the savings of each setting; returns True if
+    it fits.
 
     Raises:
         ValueError: what is wrong with the run.
@@ -46,7 +49,9 @@ def show(recipe: str, config: Any, gpus: str | None) -> bool:
             print(f"  --{setting:30} {error}")
         else:
             verdict = "fits" if total <= usable else "does not fit"
-            print(f"  --{setting:30} {_gb(planned.total - total)} GB less, {_gb(total)} GB: {verdict}")
+            print(
+                f"  --{setting:30} {_gb(planned.total - total)} GB less, {_gb(total)} GB: {verdict}"
+            )
     return fits
 
 
@@ -106,14 +111,18 @@ def _cheaper(config: Any, ranks: int) -> dict[str, Any]:
 
 def table(planned: Rehearsal) -> str:
     """Plain text: the run, and the memory of a rank by what it is for."""
-    batches = f"{planned.micro_batches} micro-batches" if planned.micro_batches > 1 else "one micro-batch"
+    batches = (
+        f"{planned.micro_batches} micro-batches" if planned.micro_batches > 1 else "one micro-batch"
+    )
     lines = [
         f"parameters     {planned.parameters:,}, {planned.trained:,} of them trained; rows are {planned.layout}",
         f"steps          {planned.steps:,} of {planned.tokens:,.0f} tokens, on {planned.ranks} "
         f"rank{'s' * (planned.ranks > 1)}, {batches} each of at most {planned.largest:,} tokens",
     ]
     lines += ["", "memory of a rank at its peak, GB"]
-    lines += [f"  {label:30}{_gb(size):>9}" for label, size in planned.memory.most_common() if size >= 5e5]
+    lines += [
+        f"  {label:30}{_gb(size):>9}" for label, size in planned.memory.most_common() if size >= 5e5
+    ]
     return "\n".join([*lines, f"  {'total':30}{_gb(planned.total):>9}"])
 
 

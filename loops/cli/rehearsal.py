@@ -1,6 +1,8 @@
-"""A dry run: perform everything up to the first step on models without values, and simulate one step of one rank.
+"""A dry run: perform everything up to the first step on models without values, and simulate one
+step of one rank.
 
-The library's own code does it, but for a few functions (`_stand_ins`) that need values, a server or other ranks.
+The library's own code does it, but for a few functions (`_stand_ins`) that need values, a server or
+other ranks.
 
     DDP        its buckets are as large as the gradient, which is copied into them to be summed
     sharding   is what it is in a run, in a process group whose other ranks are not there
@@ -32,7 +34,8 @@ from ..runs.training import Training
 from ..train.step import train_step
 
 _STEPS = 64  # of which the largest micro-batch is simulated
-_READ = 1 << 15  # tokens of all sequences that are read together; more of them are counted, not read
+# tokens of all sequences that are read together; more of them are counted, not read
+_READ = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,17 @@ class Rehearsal:
 
 
 def rehearse(
-    open_recipe: Callable[[Any], Training], config: Any, ranks: int | None = None, capacity: int | None = None
+    open_recipe: Callable[[Any], Training],
+    config: Any,
+    ranks: int | None = None,
+    capacity: int | None = None,
 ) -> Rehearsal:
     """Open a run without reading weights, and simulate the largest of its first steps.
 
     Args:
         open_recipe: such as `open_dpo`.
-        ranks: number of them to plan for; without it, those that were started, or that hold one copy of the model.
+        ranks: number of them to plan for; without it, those that were started, or that hold one
+            copy of the model.
         capacity: bytes of each rank's GPU; without it, ranks are on the CPU.
 
     Raises:
@@ -76,7 +83,8 @@ def rehearse(
     """
     ranks = ranks or int(os.environ.get("WORLD_SIZE") or config.parallel.copy_size)
     if capacity is not None and config.keep_bytes is None:
-        config = replace(config, keep_bytes=min(2**32, capacity // 32))  # as the head does on such a GPU
+        # as the head does on such a GPU
+        config = replace(config, keep_bytes=min(2**32, capacity // 32))
     fewer = _fewer_prompts(config, ranks)
     gpu = capacity is not None
     with _ranks(ranks), simulate(gpu=gpu) as simulation, _stand_ins(simulation, capacity):
@@ -90,7 +98,8 @@ def rehearse(
                 _sample_last_tokens(simulation, rollouts, -(-config.prompts_per_rollout // ranks))
             with simulation.labeled("activations"):
                 tokens, micro_batches, batch = _largest(training.feed, model)
-                _train_once(training, [batch] * min(micro_batches, 2))  # the second one meets the gradient of the first
+                # the second one meets the gradient of the first
+                _train_once(training, [batch] * min(micro_batches, 2))
             if training.directory is not None:
                 _save(simulation, model)
     memory = Counter({label: size for label, size in simulation.peak.items() if size > 0})
@@ -112,7 +121,9 @@ def rehearse(
 
 
 def _fewer_prompts(config: Any, ranks: int) -> Any:
-    """The settings with as many prompts as fill two micro-batches of every rank: more of the same follow."""
+    """The settings with as many prompts as fill two micro-batches of every rank: more of the same
+    follow.
+    """
     if not hasattr(config, "prompts_per_rollout") or config.micro_tokens is None:
         return config
     tokens_of_prompt = config.group_size * config.max_tokens
@@ -147,11 +158,16 @@ def _save(simulation: Simulation, model: Any) -> None:
 def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequence[Any]) -> None:
     """Name what is there when training begins, and what the first step leaves to all others."""
     for tensor in [*context.model.parameters(), *context.model.buffers()]:
-        simulation.relabel(tensor, "weights, trained" if tensor.requires_grad else "weights, frozen")
-    for label in ("others", f"weights of {context.config.model}"):  # a copy; where it is sharded, read once more
+        simulation.relabel(
+            tensor, "weights, trained" if tensor.requires_grad else "weights, frozen"
+        )
+    # a copy; where it is sharded, read once more
+    for label in ("others", f"weights of {context.config.model}"):
         simulation.rename(label, "reference")
     for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(lambda leaf: simulation.relabel(leaf.grad, "gradients"))
+        parameter.register_post_accumulate_grad_hook(
+            lambda leaf: simulation.relabel(leaf.grad, "gradients")
+        )
         parameter.grad = torch.zeros_like(parameter)
     on_host = simulation.gpu and context.config.offload_optimizer
     with simulation.labeled(None if on_host else "optimizer"):
@@ -162,7 +178,9 @@ def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequen
 
 
 def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int) -> None:
-    """Draw the last token of as many completions as are read together, those to so many prompts at most."""
+    """Draw the last token of as many completions as are read together, those to so many prompts at
+    most.
+    """
     config, source = feed.config, vars(feed.scheduler)["source"]
     source = vars(source).get("source", source)  # of conversations
     if not hasattr(source, "runner"):
@@ -177,7 +195,9 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
         batch = source._make_batch(longest)
         together = max(1, min(batch.fit(longest), prompts * config.group_size))
         some = range(max(1, min(together, _READ // longest)))
-        sequences = [DecodeSequence(Request(task, tuple(prompt), [0], sampling, key=0), 0) for task in some]
+        sequences = [
+            DecodeSequence(Request(task, tuple(prompt), [0], sampling, key=0), 0) for task in some
+        ]
         for sequence in sequences:
             sequence.tokens = [0] * (sampling.max_tokens - 1)
         before = simulation.live["keys and values"]
@@ -192,10 +212,12 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
 
 
 def _count_quantized(memory: Counter[str], plain: Any, config: Any) -> None:
-    """Count the weights of linear layers, which were simulated whole, as bitsandbytes holds them; one is whole again
-    while it computes."""
+    """Count the weights of linear layers, which were simulated whole, as bitsandbytes holds them;
+    one is whole again while it computes."""
     head = plain.get_output_embeddings()
-    layers = [each for each in plain.modules() if isinstance(each, torch.nn.Linear) and each is not head]
+    layers = [
+        each for each in plain.modules() if isinstance(each, torch.nn.Linear) and each is not head
+    ]
     frozen = [each.weight for each in layers if not each.weight.requires_grad]
     for weight in frozen:
         memory["weights, frozen"] += _quantized_bytes(weight, config) - weight.nbytes
@@ -217,7 +239,9 @@ def _completion(config: Any) -> int:
 
 
 def _largest(feed: Any, model: Any) -> tuple[float, int, Batch]:
-    """Tokens of a step over all ranks, micro-batches of a rank, and the micro-batch that needs most memory."""
+    """Tokens of a step over all ranks, micro-batches of a rank, and the micro-batch that needs most
+    memory.
+    """
     if hasattr(getattr(feed, "batches", None), "lengths"):
         return _largest_of_data(feed, model)
     # Of distillation some steps train on completions of the student, the others on the data.
@@ -255,7 +279,9 @@ def _most_tokens(batches: Sequence[Batch], model: Any) -> Batch:
 
 
 def _tokens(batch: Batch, model: Any) -> int:
-    """Tokens that the model computes; a prompt that is read once for all of its completions counts once."""
+    """Tokens that the model computes; a prompt that is read once for all of its completions counts
+    once.
+    """
     tokens = 0
     for example in batch.examples:
         prompts = 1 if model.layout == "shared" else len(example.completions)
@@ -277,7 +303,9 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         "runs.training.Training._resumed": lambda run: 0,
         "runs.context.stored_tokens": _store_tokens,
         "runs.teacher.stored_tokens": _store_tokens,
-        "rollouts.local.source.free_share": lambda device: (capacity - live.total()) // 4 if capacity else 2 << 30,
+        "rollouts.local.source.free_share": lambda device: (
+            (capacity - live.total()) // 4 if capacity else 2 << 30
+        ),
         "rl.sources.open_source": without_server,
         "rl.sources.distributed": lambda accelerator, source, *_, **__: (source, None),
         "rl.feed.RolloutFeed._take": _take_longest,
@@ -289,7 +317,9 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         yield
 
 
-def _store_tokens(path: Any, feed: Any, compute: Any, accelerator: Any, reuse: bool, metadata: Any = None) -> Any:
+def _store_tokens(
+    path: Any, feed: Any, compute: Any, accelerator: Any, reuse: bool, metadata: Any = None
+) -> Any:
     """Replaces `stored_tokens`: the same shapes, computed from one micro-batch."""
     computed = compute(feed.batch(feed.plan(0)[0]))
     lengths = [sum(map(sum, trained)) for trained in feed.dataset["trained"]]
@@ -300,8 +330,8 @@ def _store_tokens(path: Any, feed: Any, compute: Any, accelerator: Any, reuse: b
 
 
 def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
-    """In place of `RolloutFeed._take`: the longest prompts, and completions that never end by themselves. Their rewards
-    differ within each group, so that every group is trained on."""
+    """In place of `RolloutFeed._take`: the longest prompts, and completions that never end by
+    themselves. Their rewards differ within each group, so that every group is trained on."""
     config = feed.config
     length = _completion(config)
     prompts = sorted(feed.context.run.data["prompt"], key=len, reverse=True)
@@ -311,7 +341,9 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
     logprobs = [0.0] * length
 
     def sample(task: int, index: int) -> Sample:
-        rewards: dict[str, float | str | None] = {reward.name: float(index % 2) for reward in feed.context.rewards}
+        rewards: dict[str, float | str | None] = {
+            reward.name: float(index % 2) for reward in feed.context.rewards
+        }
         prompt = prompts[task % len(prompts)]
         return Sample(task, index, prompt, tokens, trained, logprobs, spans, "stop", " ", rewards)
 
@@ -334,9 +366,12 @@ def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch],
 def _ranks(count: int) -> Iterator[None]:
     """On the CPU, and as if a launcher had started so many ranks."""
     of_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    with patch.dict(os.environ, {k: v for k, v in os.environ.items() if k not in of_launcher}, clear=True):
+    with patch.dict(
+        os.environ, {k: v for k, v in os.environ.items() if k not in of_launcher}, clear=True
+    ):
         AcceleratorState._reset_state(reset_partial_state=True)
-        PartialState(cpu=True).num_processes = count  # no distributed type, so Accelerate wraps and sends nothing
+        # no distributed type, so Accelerate wraps and sends nothing
+        PartialState(cpu=True).num_processes = count
         os.environ |= {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}
         if count > 1:
             dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())

@@ -20,7 +20,9 @@ _GROUPS = ("lora", "teacher", "vllm", "limits", "parallel")  # fields that are s
 
 
 class Flag(NamedTuple):
-    """A flag without its dashes, the values that follow it, and all of its tokens as they were written."""
+    """A flag without its dashes, the values that follow it, and all of its tokens as they were
+    written.
+    """
 
     name: str
     values: list[str]
@@ -36,10 +38,16 @@ def entries(recipe: str) -> dict[str, tuple[str, Any]]:
         if part is not launch.names():  # whose renamed names are keys of files
             found |= {name: ("renamed", field) for name, field in part.get("renamed", {}).items()}
         found |= {name: ("values", field) for name, field in part.get("values", {}).items()}
-        found |= {name: ("ignored", why) for why, names in part.get("ignored", {}).items() for name in names}
+        found |= {
+            name: ("ignored", why)
+            for why, names in part.get("ignored", {}).items()
+            for name in names
+        }
         for why, names in part.get("refused", {}).items():
             found |= {name: ("refused", (why, harmless)) for name, harmless in names.items()}
-        found |= {name: ("rules", None) for names in part.get("rules", {}).values() for name in names}
+        found |= {
+            name: ("rules", None) for names in part.get("rules", {}).values() for name in names
+        }
     return found
 
 
@@ -51,7 +59,8 @@ def translate(
     *,
     ranks: int | None = 1,
 ) -> Translation:
-    """Translate a mapping of TRL's names to values, all in the table, beside fields of ours that are set elsewhere.
+    """Translate a mapping of TRL's names to values, all in the table, beside fields of ours that
+    are set elsewhere.
 
     Args:
         ranks: of this run, where neither a name nor a launcher says so; None if no run is started.
@@ -70,7 +79,9 @@ def translate(
 
 
 def _values_last(recipe: str, given: Mapping[str, Any]) -> list[str]:
-    """The given names; names that choose a field's value come last, in the order of the table, where the last wins."""
+    """The given names; names that choose a field's value come last, in the order of the table,
+    where the last wins.
+    """
     order = {}
     for position, (name, (kind, _)) in enumerate(entries(recipe).items()):
         if kind == "values":
@@ -103,7 +114,9 @@ def _translate_name(out: Translation, name: str, kind: str, entry: Any) -> None:
 
 
 def _apply_rule(out: Translation, rule: str, names: Collection[str]) -> None:
-    """Set the fields that several names make together, by a function or by a switch of the table."""
+    """Set the fields that several names make together, by a function or by a switch of the
+    table.
+    """
     present = [name for name in names if name in out.given]
     if not present:
         return
@@ -121,7 +134,9 @@ def _apply_rule(out: Translation, rule: str, names: Collection[str]) -> None:
         out.refused[rule] = f"{said}: {error}"
 
 
-def _notes_of_names(recipe: str, given: Mapping[str, Any], rules: Mapping[str, Collection[str]]) -> list[str]:
+def _notes_of_names(
+    recipe: str, given: Mapping[str, Any], rules: Mapping[str, Collection[str]]
+) -> list[str]:
     """The notes of names that are on, and of rules that read one of these."""
     on = {name for name, value in given.items() if value and value != "no"}
     notes = []
@@ -144,7 +159,9 @@ def trl_defaults(recipe: str) -> dict[str, Any]:
 
 
 def _switched(out: Translation, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of names that are not off; none, if the first of them switches the others and is off."""
+    """The fields of names that are not off; none, if the first of them switches the others and is
+    off.
+    """
     switch = next(iter(names))
     if switch in table()["switches"] and not out[switch]:
         why = table()["switches"][switch]
@@ -153,7 +170,8 @@ def _switched(out: Translation, names: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     fields: dict[str, Any] = {}
     for name, entry in names.items():
-        is_on = bool(out[name]) or isinstance(entry, dict)  # which chooses a field's value for off, too
+        # which chooses a field's value for off, too
+        is_on = bool(out[name]) or isinstance(entry, dict)
         if entry and is_on:
             _merge(fields, _fields(out, name, out[name], entry))
         if name in table()["open"] and out.given.get(name) is None:
@@ -172,7 +190,9 @@ def _merge(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _fields(out: Translation, name: str, value: Any, entry: Any) -> dict[str, Any]:
-    """The field that an entry of the table names, and its value: as it is, as a list, or as the table chooses it."""
+    """The field that an entry of the table names, and its value: as it is, as a list, or as the
+    table chooses it.
+    """
     if isinstance(entry, list):
         return {entry[0]: value if isinstance(value, list) else [value]}
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -180,20 +200,23 @@ def _fields(out: Translation, name: str, value: Any, entry: Any) -> dict[str, An
         return {entry: value}
     choices = {theirs: ours for theirs, ours in entry.items() if theirs != "field"}
     if isinstance(value, list | dict) or value not in choices:
-        return out.refuse(name, f"{value!r} is none of {', '.join(map(str, choices))}", instead=entry["field"])
+        return out.refuse(
+            name, f"{value!r} is none of {', '.join(map(str, choices))}", instead=entry["field"]
+        )
     return {} if choices[value] is None else {entry["field"]: choices[value]}
 
 
 def read(
     recipe: str, config_class: type, arguments: Sequence[str], *, to_run: bool = True
 ) -> tuple[dict[str, Any], list[str], Translation]:
-    """Translate configuration files and TRL's flags into our fields; also return the remaining flags, which are ours.
+    """Translate configuration files and TRL's flags into our fields; also return the remaining
+    flags, which are ours.
 
     Flags win over files. Mistakes are listed in ``refused``.
 
     Args:
-        to_run: false only to show the translation. In a run in which no name is TRL's, all arguments remain; and its
-            processes are the ones that were started.
+        to_run: false only to show the translation. In a run in which no name is TRL's, all
+            arguments remain; and its processes are the ones that were started.
     """
     own = {each.name: each.default for each in dataclasses.fields(config_class)}
     try:
@@ -285,7 +308,9 @@ def _has_names_of_trl(recipe: str, own: Collection[str], words: _Words) -> bool:
 
 
 def _unknown(recipe: str, own: Collection[str], words: _Words) -> dict[str, str]:
-    """Complaints about names of neither vocabulary, by the name; and about ``defaults``, if they are nobody's."""
+    """Complaints about names of neither vocabulary, by the name; and about ``defaults``, if they
+    are nobody's.
+    """
     unknown = {}
     for name in _foreign(own, words):
         if not _name(recipe, name):
@@ -296,8 +321,12 @@ def _unknown(recipe: str, own: Collection[str], words: _Words) -> dict[str, str]
     return unknown
 
 
-def _in_our_names(recipe: str, words: _Words, unknown: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our fields in files, a group's fields by names with a dot; and the flags in our names, as they were given."""
+def _in_our_names(
+    recipe: str, words: _Words, unknown: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Our fields in files, a group's fields by names with a dot; and the flags in our names, as
+    they were given.
+    """
     in_file = {}
     for name, value in words.file.items():
         if not _name(recipe, name) and name not in unknown:
@@ -322,7 +351,9 @@ def _given_twice(
     in_file: Collection[str],
     by_flag: Collection[str],
 ) -> dict[str, str]:
-    """Complaints about fields that both vocabularies give in one place; a flag may replace a file's field."""
+    """Complaints about fields that both vocabularies give in one place; a flag may replace a file's
+    field.
+    """
     flagged = {_name(recipe, name) for name in words.by_flag}
     twice = {}
     for field, sources in out.sources.items():
@@ -335,7 +366,11 @@ def _given_twice(
 
 def _differing(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """A line of the defaults of TRL's that differ from ours; empty if none does."""
-    differ = [f"{name} {own.get(name)} ({value})" for name, value in theirs.items() if own.get(name) != value]
+    differ = [
+        f"{name} {own.get(name)} ({value})"
+        for name, value in theirs.items()
+        if own.get(name) != value
+    ]
     if not differ:
         return ""
     return f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}"
@@ -360,7 +395,9 @@ def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command of TRL's: the recipe, all flags of launcher and script, and what stood before the launcher."""
+    """A command of TRL's: the recipe, all flags of launcher and script, and what stood before the
+    launcher.
+    """
 
     recipe: str
     flags: list[str]
@@ -384,12 +421,16 @@ def _script(words: Sequence[str]) -> int:
     """Where the script of a command is: after ``trl``, or the first file or module of Python."""
     if "trl" in words[:-1]:
         return words.index("trl") + 1
-    scripts = [n for n, word in enumerate(words) if word.endswith(".py") or word.startswith("trl.scripts.")]
+    scripts = [
+        n for n, word in enumerate(words) if word.endswith(".py") or word.startswith("trl.scripts.")
+    ]
     return min(scripts, default=0)
 
 
 def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> str:
-    """The configuration in our fields, our own flags among them; what has no effect or is refused as comments."""
+    """The configuration in our fields, our own flags among them; what has no effect or is refused
+    as comments.
+    """
     flags = {}
     for flag in split_flags(left):
         if flag.name not in out.refused:
@@ -401,13 +442,17 @@ def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> s
 
 
 def messages(out: Translation) -> list[str]:
-    """List the names that a translation leaves out and the meanings it changes, one line for each reason."""
+    """List the names that a translation leaves out and the meanings it changes, one line for each
+    reason.
+    """
     ignored = [f"no effect here: {', '.join(names)}: {why}" for why, names in out.ignored.items()]
     return [*ignored, *out.notes, *filter(None, [out.differ]), *out.silent]
 
 
 def headlines(recipe: str, out: Translation) -> list[str]:
-    """The messages to begin a run with, three at most: what matters most, and how many more there are."""
+    """The messages to begin a run with, three at most: what matters most, and how many more there
+    are.
+    """
     weighty = tuple(f"{name}: " for name in table()["weighty"])
     minor = tuple(f"{name}: " for name in table()["minor"])
     first = [out.differ] if out.differ else []
@@ -446,12 +491,16 @@ def read_files(paths: Sequence[str]) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for path in paths:
         try:
-            keys |= {str(name): value for name, value in _load(Path(path).read_text("utf-8")).items()}
+            keys |= {
+                str(name): value for name, value in _load(Path(path).read_text("utf-8")).items()
+            }
         except yaml.MarkedYAMLError as error:
             line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
             raise ValueError(f"config: {path}{line}: not YAML: {error.problem}") from error
         except AttributeError as error:
-            raise ValueError(f"config: {path}: wanted fields and their values, such as beta: 0.1") from error
+            raise ValueError(
+                f"config: {path}: wanted fields and their values, such as beta: 0.1"
+            ) from error
         except (OSError, ValueError, yaml.YAMLError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"config: {path}: {why}") from error
@@ -465,7 +514,9 @@ def _name(recipe: str, name: str) -> str:
 
 
 def _whole(recipe: str, own: Collection[str], flag: str) -> str:
-    """The only name that a flag may begin, as TRL's parser takes it; the flag itself if it is whole, or ambiguous."""
+    """The only name that a flag may begin, as TRL's parser takes it; the flag itself if it is
+    whole, or ambiguous.
+    """
     plain = flag.replace("-", "_")
     if not plain or "." in flag or plain in {*own, *_OURS} or _name(recipe, flag):
         return flag

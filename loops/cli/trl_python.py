@@ -9,9 +9,15 @@ from .trl_rules import Translation, table
 
 
 def complaint(recipe: str, settings: Any, foreign: Mapping[str, Any]) -> str:
-    """Say what takes the place of TRL's names among these arguments; nothing if none of them is TRL's."""
+    """Say what takes the place of TRL's names among these arguments; nothing if none of them is
+    TRL's.
+    """
     words: Mapping[str, str] = table()["python"]
-    given = {name: value for name, value in foreign.items() if name in entries(recipe) and name not in words}
+    given = {
+        name: value
+        for name, value in foreign.items()
+        if name in entries(recipe) and name not in words
+    }
     own = {each.name for each in dataclasses.fields(settings)}
     out = translate(recipe, own, given)
     told = [f"{name} is {words[name]}" for name in foreign if name in words]
@@ -22,10 +28,15 @@ def complaint(recipe: str, settings: Any, foreign: Mapping[str, Any]) -> str:
 def _meaning(name: str, out: Translation) -> str:
     if name in out.refused:
         return out.refused[name]
-    fields = [f"{field}={out.ours[field]!r}" for field, sources in out.sources.items() if name in sources]
+    fields = [
+        f"{field}={out.ours[field]!r}" for field, sources in out.sources.items() if name in sources
+    ]
     if fields:
         return f"{name} is {', '.join(map(_as_argument, fields))}"
-    why = next((why for why, names in out.ignored.items() if name in names), "nothing to change for this value")
+    why = next(
+        (why for why, names in out.ignored.items() if name in names),
+        "nothing to change for this value",
+    )
     return f"{name} is to be left out ({why})"
 
 

@@ -1,4 +1,5 @@
-"""Rules of TRL's names that together make a field, or several; `trl_names.yaml` says which names each of them reads.
+"""Rules of TRL's names that together make a field, or several; `trl_names.yaml` says which names
+each of them reads.
 
 A rule returns our fields by their names; a group's fields have a dot in theirs.
 """
@@ -17,7 +18,8 @@ from jsonargparse import get_loader
 
 from ..registry import nearest
 
-_HANDBOOK = {"id": "path", "config": "name"}  # other names of the fields of a part of the data; TRL's are ours
+# other names of the fields of a part of the data; TRL's are ours
+_HANDBOOK = {"id": "path", "config": "name"}
 
 
 @cache
@@ -32,10 +34,11 @@ class Translation:
 
     Attributes:
         given: TRL's names and values; a rule reads missing names, and null ones, from ``defaults``.
-        known, elsewhere: our fields, and the values of those among them that are set in our own vocabulary.
+        known, elsewhere: our fields, and the values of those among them that are set in our own
+            vocabulary.
         ranks: of this run, unless a name says so; None where no run is started.
-        ours, sources: values of our fields (a group's fields have a dot in their names), and the names that each was
-            made of.
+        ours, sources: values of our fields (a group's fields have a dot in their names), and the
+            names that each was made of.
         ignored: names without effect here, by the reason.
         notes: differences to know of, of what names and values ask for.
         differ, silent: differences of defaults, and of what no name says.
@@ -73,7 +76,9 @@ class Translation:
             self.sources.setdefault(key, []).extend(names)
 
     def refuse(self, name: str, why: str, *, instead: str = "") -> dict[str, Any]:
-        """Refuse a name, unless the field that could stand ``instead`` of it is set; returns no fields."""
+        """Refuse a name, unless the field that could stand ``instead`` of it is set; returns no
+        fields.
+        """
         if instead.partition(".")[0] not in self.elsewhere:
             fix = f"; give {instead} instead" if instead else ""
             self.refused[name] = f"{name}: {why}{fix}"
@@ -102,7 +107,9 @@ def batch(trl: Translation) -> dict[str, Any]:
     if completions % trained:
         by_steps = "steps_per_generation" in trl.given
         name = "steps_per_generation" if by_steps else "generation_batch_size"
-        complaint = f"{completions} completions of a rollout are no multiple of the {trained} of a step"
+        complaint = (
+            f"{completions} completions of a rollout are no multiple of the {trained} of a step"
+        )
         return trl.refuse(name, complaint, instead="minibatches")
     fields = {"prompts_per_rollout": completions // group}
     if trl["num_generations"]:
@@ -113,7 +120,9 @@ def batch(trl: Translation) -> dict[str, Any]:
 
 
 def _ranks_with_own_data(trl: Translation) -> int:
-    """Number of ranks with rows of their own: ranks that share a layer's weights or a row count as one."""
+    """Number of ranks with rows of their own: ranks that share a layer's weights or a row count as
+    one.
+    """
     processes = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
     together = 1
     for name in ("tp_size", "cp_size"):
@@ -124,7 +133,9 @@ def _ranks_with_own_data(trl: Translation) -> int:
 
 
 def _note_micro_batched(trl: Translation, count: int) -> None:
-    """Note what TRL computes over each of ``count`` micro-batches of a step, and burnish over the step."""
+    """Note what TRL computes over each of ``count`` micro-batches of a step, and burnish over the
+    step.
+    """
     micro_batched = table()["micro_batched"]
     for kind in micro_batched.keys() & {*as_list(trl["loss_type"]), *trl.known}:
         theirs = f"TRL's, over each of its {count} micro-batches"
@@ -138,14 +149,18 @@ def duration(trl: Translation) -> dict[str, Any]:
         rollouts = math.ceil(int(trl["total_episodes"]) / batch(trl)["prompts_per_rollout"])
         return {"steps": rollouts * int(trl["num_ppo_epochs"]) * int(trl["num_mini_batches"])}
     if not float(trl["num_train_epochs"]).is_integer():
-        return trl.refuse("num_train_epochs", f"{trl['num_train_epochs']} is a part of an epoch", instead="steps")
+        return trl.refuse(
+            "num_train_epochs", f"{trl['num_train_epochs']} is a part of an epoch", instead="steps"
+        )
     return {"epochs": int(float(trl["num_train_epochs"]))}
 
 
 def warmup(trl: Translation) -> dict[str, Any]:
     steps = trl["warmup_steps"] or trl["warmup_ratio"]
     if steps and trl["lr_scheduler_type"] == "constant":
-        trl.notes.append("warmup: none; transformers' constant schedule has none, constant_with_warmup has one")
+        trl.notes.append(
+            "warmup: none; transformers' constant schedule has none, constant_with_warmup has one"
+        )
         return {}
     return {"warmup": float(steps)} if steps else {}
 
@@ -170,10 +185,14 @@ def precision(trl: Translation) -> dict[str, Any]:
         return {}
     dtype = _computing_dtype(bf16, list(loaded.values()))
     if bf16 is None and dtype == "float32":
-        trl.notes.append("dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false (dtype bfloat16)")
+        trl.notes.append(
+            "dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false (dtype bfloat16)"
+        )
     if "bfloat16" not in loaded.values() or trl["use_peft"]:
         return {"dtype": dtype}
-    trl.notes.append("dtype: bfloat16 weights round each step by chance (see rounding), where TRL's lose small ones")
+    trl.notes.append(
+        "dtype: bfloat16 weights round each step by chance (see rounding), where TRL's lose small ones"
+    )
     return {"dtype": dtype, "weights_dtype": "bfloat16"}
 
 
@@ -195,7 +214,9 @@ def _refuse_dtypes(trl: Translation, asked: Mapping[str, str]) -> None:
 
 
 def _computing_dtype(bf16: bool | None, loaded: Sequence[str]) -> str:
-    """bfloat16 by autocast, or else the dtype of the weights; TRL's bf16 is on unless it is false."""
+    """bfloat16 by autocast, or else the dtype of the weights; TRL's bf16 is on unless it is
+    false.
+    """
     if bf16:
         return "bfloat16"
     if loaded:
@@ -218,7 +239,9 @@ def optimizer(trl: Translation) -> dict[str, Any]:
 
 
 def _optimizer_kwargs(trl: Translation, name: str) -> dict[str, Any]:
-    """``optim_args``, such as ``foreach=true, eps=1e-6``, and TRL's Adam parameters that are not torch's defaults."""
+    """``optim_args``, such as ``foreach=true, eps=1e-6``, and TRL's Adam parameters that are not
+    torch's defaults.
+    """
     kwargs: dict[str, Any] = {}
     for pair in str(trl["optim_args"] or "").replace(" ", "").split(","):
         if pair:
@@ -257,7 +280,9 @@ def saving(trl: Translation) -> dict[str, Any]:
 
 
 def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str) -> dict[str, Any]:
-    """The interval between two evaluations or checkpoints; below 1, it is a share of all steps in both."""
+    """The interval between two evaluations or checkpoints; below 1, it is a share of all steps in
+    both.
+    """
     if strategy == "epoch":
         return {field: "epoch"}
     if strategy != "steps":
@@ -268,7 +293,9 @@ def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str
 
 
 def best(trl: Translation) -> dict[str, Any]:
-    """The metric by which the best checkpoint is kept, and whether the run ends with its weights."""
+    """The metric by which the best checkpoint is kept, and whether the run ends with its
+    weights.
+    """
     if not trl["load_best_model_at_end"] and trl["save_strategy"] != "best":
         return {}
     metric = re.sub("^eval[_/]", "", str(trl["metric_for_best_model"] or "loss"))
@@ -316,7 +343,9 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
     if couples_pairs and "micro_tokens" not in trl.elsewhere:
         fields["micro_tokens"] = None  # ranks couple the pairs of a step
     if of_means:
-        trl.notes.append("logprob_reduction: logps and rewards in the log are means over tokens too; TRL's are sums")
+        trl.notes.append(
+            "logprob_reduction: logps and rewards in the log are means over tokens too; TRL's are sums"
+        )
     return fields
 
 
@@ -326,7 +355,8 @@ def _complaint_of_pairs(
     """The name that is wrong, why, and the field that may be given instead; None if all is well.
 
     Args:
-        of_means: the kinds that take the mean of a completion's log-probs, where the others take their sum.
+        of_means: the kinds that take the mean of a completion's log-probs, where the others take
+            their sum.
     """
     losses = table()["losses"]
     unknown = [kind for kind in kinds if kind not in losses]
@@ -344,7 +374,9 @@ def _complaint_of_pairs(
     return None
 
 
-def _mix_of_pairs(kinds: Sequence[str], weights: Sequence[float], regularizer: float) -> dict[str, float]:
+def _mix_of_pairs(
+    kinds: Sequence[str], weights: Sequence[float], regularizer: float
+) -> dict[str, float]:
     """Our losses and their weights, the weight of the chosen completion's NLL among them."""
     mix: dict[str, float] = {}
     for kind, weight in zip(kinds, weights, strict=True):
@@ -355,7 +387,9 @@ def _mix_of_pairs(kinds: Sequence[str], weights: Sequence[float], regularizer: f
 
 
 def alpha(trl: Translation) -> dict[str, Any]:
-    """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL, at 0 the forward one."""
+    """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL, at 0 the forward
+    one.
+    """
     coefficient = float(trl["f_alpha_divergence_coef"])
     if coefficient not in (0, 1):
         return {"divergence_alpha": 1 - coefficient}
@@ -412,7 +446,9 @@ def _is_clipped(kind: str) -> bool:
     return bool(table()["policy_losses"][kind]["variant"] == "grpo")
 
 
-def _policy_kwargs(trl: Translation, kind: str, level: str, clips: Mapping[str, float]) -> dict[str, float]:
+def _policy_kwargs(
+    trl: Translation, kind: str, level: str, clips: Mapping[str, float]
+) -> dict[str, float]:
     """The loss's hyper-parameters under our names."""
     kwargs: dict[str, float] = {}
     if kind == "cispo":
@@ -442,7 +478,9 @@ def correction(trl: Translation) -> dict[str, Any]:
     corrections = table()["corrections"]
     mode = trl["vllm_importance_sampling_mode"]
     if mode not in corrections:
-        return trl.refuse("vllm_importance_sampling_mode", nearest("there is no", mode, corrections))
+        return trl.refuse(
+            "vllm_importance_sampling_mode", nearest("there is no", mode, corrections)
+        )
     high = trl["vllm_importance_sampling_cap"]  # the older name of clip_max
     if high is None:
         high = trl.given.get("vllm_importance_sampling_clip_max", 3.0)
@@ -457,7 +495,11 @@ def rewards(trl: Translation) -> dict[str, Any]:
     names = [*models, *as_list(trl["reward_funcs"])]
     weights = as_list(trl["reward_weights"]) or [1.0] * len(names)
     if len(weights) != len(names):
-        return trl.refuse("reward_weights", f"there are {len(weights)} for {len(names)} rewards", instead="rewards")
+        return trl.refuse(
+            "reward_weights",
+            f"there are {len(weights)} for {len(names)} rewards",
+            instead="rewards",
+        )
     shipped = table()["rewards"]
     fields: dict[str, Any] = {}
     for name, weight in zip(names, map(float, weights), strict=True):
@@ -471,7 +513,9 @@ def rewards(trl: Translation) -> dict[str, Any]:
             module, _, function = name.rpartition(".")
             entry = {f"{module}:{function}": {}}
         else:
-            complaint = f"no reward {name!r}; there are {', '.join(sorted(shipped))}, or module:function"
+            complaint = (
+                f"no reward {name!r}; there are {', '.join(sorted(shipped))}, or module:function"
+            )
             return trl.refuse("reward_funcs", complaint, instead="rewards")
         for ours, settings in entry.items():  # of which there is one
             fields[ours] = {**settings, "weight": weight} if settings else weight
@@ -483,7 +527,10 @@ def divergence(trl: Translation) -> dict[str, Any]:
     if "temperature" in trl.given:
         temperature = float(trl["temperature"])
         fields["temperature"] = temperature
-        of_gkd = {"lmbda", "max_new_tokens"} & trl.given.keys() and "max_completion_length" not in trl.given
+        of_gkd = {
+            "lmbda",
+            "max_new_tokens",
+        } & trl.given.keys() and "max_completion_length" not in trl.given
         if not of_gkd:  # whose temperature is of sampling only
             fields["teacher.temperature"] = temperature
     if "beta" in trl.given:
@@ -534,7 +581,9 @@ def _part_of_mixture(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts_of_mixer(trl: Translation) -> list[dict[str, Any]]:
-    """The parts of a handbook's ``dataset_mixer``, its weights by paths: each split of each of them."""
+    """The parts of a handbook's ``dataset_mixer``, its weights by paths: each split of each of
+    them.
+    """
     mixer = trl["dataset_mixer"]
     configs = trl["dataset_configs"] or [None] * len(mixer)
     parts = []
@@ -552,7 +601,9 @@ def _without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reading(trl: Translation) -> dict[str, Any]:
-    """The columns of the data under our names, as conversations where open-r1 makes them of a column."""
+    """The columns of the data under our names, as conversations where open-r1 makes them of a
+    column.
+    """
     reading: dict[str, Any] = {}
     columns = {trl["dataset_prompt_column"]: "prompt", trl["dataset_text_field"]: "text"}
     renamed = {theirs: ours for theirs, ours in columns.items() if theirs not in (None, ours)}

@@ -1,5 +1,5 @@
-"""Multi-turn environments: games, tools and verifiers that the policy converses with. One of your own, in a file of
-the working directory, my_games.py:
+"""Multi-turn environments: games, tools and verifiers that the policy converses with. One of your
+own, in a file of the working directory, my_games.py:
 
     from burnish.loops.environments import Step
 
@@ -16,17 +16,19 @@ the working directory, my_games.py:
             right = completion.text.strip() == str(self.wanted)
             return Step(f"And {self.wanted}?", done=not right or not self.left, reward=float(right))
 
-and in the configuration: ``environment: {my_games:Doubling: {turns: 2}}``. Each conversation has an environment of its
-own. ``reset(row)`` gives the prompt, which depends on the row alone: a group shares it; ``step(completion)`` the reply
-to the policy's latest turn, whether the conversation is over, and a reward, summed over the turns. Prompt and reply are
-text (a user's), messages or token ids. ``reward()``, if there is one, says what the whole conversation is worth, and is
-asked once at its end, also where turns or tokens run out. ``close()``, if there is one, is called exactly once, however
-the conversation ends. All may be async.
+and in the configuration: ``environment: {my_games:Doubling: {turns: 2}}``. Each conversation has an
+environment of its own. ``reset(row)`` gives the prompt, which depends on the row alone: a group
+shares it; ``step(completion)`` the reply to the policy's latest turn, whether the conversation is
+over, and a reward, summed over the turns. Prompt and reply are text (a user's), messages or token
+ids. ``reward()``, if there is one, says what the whole conversation is worth, and is asked once at
+its end, also where turns or tokens run out. ``close()``, if there is one, is called exactly once,
+however the conversation ends. All may be async.
 
-An environment whose constructor or ``reset`` raises, or takes longer than ``limits.seconds``, is made again, up to
-``limits.attempts`` times in all; one whose ``step`` does so ends its conversation, which is masked. A plain function
-that is too slow goes on in its thread, and the environment is closed when it returns. If all fail in the first rollout,
-the run ends. See `Step`, `Limits`, docs/rewards-and-environments.md.
+An environment whose constructor or ``reset`` raises, or takes longer than ``limits.seconds``, is
+made again, up to ``limits.attempts`` times in all; one whose ``step`` does so ends its
+conversation, which is masked. A plain function that is too slow goes on in its thread, and the
+environment is closed when it returns. If all fail in the first rollout, the run ends. See `Step`,
+`Limits`, docs/rewards-and-environments.md.
 
 multi_turn, chat_turns    one loop, tokens in, tokens out; the tokens between turns under a chat template
 tools                     functions that the policy calls; a calculator

@@ -2,9 +2,10 @@
 
     prompt + completion + suffix + completion + suffix + ...
 
-The prompt is rendered from messages once. What was sampled stays as it is, and is never rendered or tokenized again.
-A suffix closes the assistant's turn, holds the environment's messages, and opens the next turn; it is the common end of
-the renderings of two conversations that differ in the assistant's completion alone.
+The prompt is rendered from messages once. What was sampled stays as it is, and is never rendered or
+tokenized again. A suffix closes the assistant's turn, holds the environment's messages, and opens
+the next turn; it is the common end of the renderings of two conversations that differ in the
+assistant's completion alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,8 +25,9 @@ class ChatTurns:
         options: further arguments of the template, such as ``tools``.
 
     Raises:
-        ValueError: if the template can't be followed turn by turn: it ends the assistant's message without an end
-            token, or renders the beginning of a conversation in another way when more follows.
+        ValueError: if the template can't be followed turn by turn: it ends the assistant's message
+            without an end token, or renders the beginning of a conversation in another way when
+            more follows.
     """
 
     def __init__(self, encoder: Encoder, options: Mapping[str, Any] | None = None) -> None:
@@ -33,7 +35,8 @@ class ChatTurns:
         self.options = options or {}
         self._opening = self.prompt([_OPENING])
         self._checked_roles: set[str] = set()
-        self.end = self.suffix([{"role": "user", "content": "Go on."}])[0]  # the token that ends the assistant's turn
+        # the token that ends the assistant's turn
+        self.end = self.suffix([{"role": "user", "content": "Go on."}])[0]
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         text = self.encoder.render(list(messages), generation_prompt=True, options=self.options)
@@ -43,21 +46,28 @@ class ChatTurns:
         """From the assistant's end token to where the next completion begins.
 
         Raises:
-            ValueError: if the template refuses these messages or leaves them out, as some do with the role "tool".
+            ValueError: if the template refuses these messages or leaves them out, as some do with
+                the role "tool".
         """
         for role in {str(message["role"]) for message in messages} - self._checked_roles:
             try:
                 first = self._common_end([{"role": role, "content": "a"}])
                 second = self._common_end([{"role": role, "content": "b"}])
             except BadRow as bad:  # gpt-oss wants a tool's result after the call alone
-                raise ValueError(f"turns: role {role}: {bad}; say it as 'user' (tools: {{role: user}})") from None
+                raise ValueError(
+                    f"turns: role {role}: {bad}; say it as 'user' (tools: {{role: user}})"
+                ) from None
             if first == second:
-                raise ValueError(f"turns: the chat template leaves out messages of the role {role}; say it as 'user'")
+                raise ValueError(
+                    f"turns: the chat template leaves out messages of the role {role}; say it as 'user'"
+                )
             self._checked_roles.add(role)
         return self._common_end(messages)
 
     def _after(self, reply: str, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation in which the assistant gives a reply and these messages follow."""
+        """The tokens of a conversation in which the assistant gives a reply and these messages
+        follow.
+        """
         return self.prompt([_OPENING, {"role": "assistant", "content": reply}, *messages])
 
     def _common_end(self, messages: Sequence[Message]) -> list[int]:

@@ -1,4 +1,6 @@
-"""One turn with a verifier, such as those of reasoning-gym; a game of several turns whose optimal play is known."""
+"""One turn with a verifier, such as those of reasoning-gym; a game of several turns whose optimal
+play is known.
+"""
 
 import random
 import re
@@ -14,7 +16,9 @@ from .multi_turn import Step
 class SingleTurn:
     """An environment of a reward function ``(row, sample)``, such as ``ReasoningGym()``."""
 
-    def __init__(self, reward: Callable[[Row, Sample], float | Awaitable[float | None] | None]) -> None:
+    def __init__(
+        self, reward: Callable[[Row, Sample], float | Awaitable[float | None] | None]
+    ) -> None:
         self.reward = reward
         self.row: Row = {}
 
@@ -31,15 +35,19 @@ def reasoning_gym(tag: str = "answer") -> SingleTurn:
 
 
 def optimal_guesses(numbers: int) -> int:
-    """⌈log₂(n + 1)⌉ in the worst case: each reply halves the range at best, and asking for the middle does it."""
+    """⌈log₂(n + 1)⌉ in the worst case: each reply halves the range at best, and asking for the
+    middle does it.
+    """
     return numbers.bit_length()
 
 
 class GuessNumber:
-    """Guess a number; replies say whether it is higher or lower. The last whole number of a completion is the guess.
+    """Guess a number; replies say whether it is higher or lower. The last whole number of a
+    completion is the guess.
 
-    r = min(1, b/k) for finding it with the k-th guess, where b is `optimal_guesses`, and 0 for not finding it: optimal
-    play always earns 1. A completion without a number, or with one outside of the range, is a wasted guess.
+    r = min(1, b/k) for finding it with the k-th guess, where b is `optimal_guesses`, and 0 for not
+    finding it: optimal play always earns 1. A completion without a number, or with one outside of
+    the range, is a wasted guess.
 
     Args:
         guesses: number of allowed guesses, as a multiple of those that optimal play needs.
@@ -47,12 +55,15 @@ class GuessNumber:
 
     def __init__(self, *, guesses: float = 2.0) -> None:
         if not guesses >= 1:
-            raise ValueError(f"guess_number: guesses must be >= 1, so that the game can be won, got {guesses}")
+            raise ValueError(
+                f"guess_number: guesses must be >= 1, so that the game can be won, got {guesses}"
+            )
         self.guesses = guesses
         self.low = self.high = self.secret = self.used = 0
 
     def reset(self, row: Row) -> Any:
-        self.low, self.high, self.secret = (int(row[name]) for name in ("low", "high", "secret"))  # text in a CSV
+        # text in a CSV
+        self.low, self.high, self.secret = (int(row[name]) for name in ("low", "high", "secret"))
         self.used = 0
         return row["prompt"]
 
@@ -77,5 +88,10 @@ def guess_rows(count: int, *, low: int = 1, high: int = 100, seed: int = 0) -> l
         raise ValueError(f"guess_rows: wanted low <= high, got {low} and {high}")
     rng = random.Random(seed)
     rules = "Guess it: say one number, and I answer higher or lower."
-    prompt = [{"role": "user", "content": f"I have chosen a whole number from {low} to {high}. {rules}"}]
-    return [{"prompt": prompt, "low": low, "high": high, "secret": rng.randint(low, high)} for _ in range(count)]
+    prompt = [
+        {"role": "user", "content": f"I have chosen a whole number from {low} to {high}. {rules}"}
+    ]
+    return [
+        {"prompt": prompt, "low": low, "high": high, "secret": rng.randint(low, high)}
+        for _ in range(count)
+    ]

@@ -6,8 +6,8 @@
     ...
     environment.reward()           if there is such a method: the reward of the whole conversation
 
-One conversation is one `Sample`. Its tokens are all tokens after the prompt, in order; only tokens that the policy
-sampled are trained and have log-probs. Nothing that was sampled is tokenized again.
+One conversation is one `Sample`. Its tokens are all tokens after the prompt, in order; only tokens
+that the policy sampled are trained and have log-probs. Nothing that was sampled is tokenized again.
 """
 
 import asyncio
@@ -31,20 +31,22 @@ from .chat_turns import ChatTurns
 
 log = logging.getLogger(__name__)
 
-_PAUSE = 0.5  # seconds until an environment is made a second time; twice as long before each further time
+# seconds until an environment is made a second time; twice as long before each further time
+_PAUSE = 0.5
 
 _AGAIN = "it is made again, at most limits.attempts times; then the conversation is aborted and has no reward"
 _ABORTED = "the conversation is aborted and has no reward, as are further ones, which are counted"
 _WANTED = "wanted a text, a list of messages with role and content, or token ids"
-_NAMES = ("messages", "turn_rewards", "turns", "environment_reward")  # of a conversation, in ``sample.info``
+# of a conversation, in ``sample.info``
+_NAMES = ("messages", "turn_rewards", "turns", "environment_reward")
 
 
 class Step(NamedTuple):
     """An environment's reply to a completion.
 
     Attributes:
-        observation: messages, a text (a user's), or token ids of everything between this completion and the next, in a
-            list or an array.
+        observation: messages, a text (a user's), or token ids of everything between this completion
+            and the next, in a list or an array.
         done: whether the conversation is over; its observation is then ignored.
         reward: for this completion; a conversation's is the sum over its turns. None gives none.
         counts: numbers to be summed over the conversation and kept in ``sample.info``.
@@ -65,15 +67,18 @@ async def close(environment: Any) -> None:
 
 @dataclass
 class MultiTurnSource:
-    """A source of conversations: a `RolloutSource` on top of another. `reset` gives the prompt, not the request.
+    """A source of conversations: a `RolloutSource` on top of another. `reset` gives the prompt, not
+    the request.
 
-    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of the conversation's, which
-    ``reward()`` gives; None where there was none, or in a word how the environment failed), ``turn_rewards``,
-    ``turns``, ``messages`` (for TRL's rewards and for people) and the environment's counts.
+    ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of the
+    conversation's, which ``reward()`` gives; None where there was none, or in a word how the
+    environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for
+    people) and the environment's counts.
 
-    An environment that can't be made, or whose `reset` fails or is too slow, is made again, ``limits.attempts`` times
-    in all. If none works, or the environment fails in a turn, the conversation is aborted; its turns until then are
-    kept. The first failure of each kind is logged.
+    An environment that can't be made, or whose `reset` fails or is too slow, is made again,
+    ``limits.attempts`` times in all. If none works, or the environment fails in a turn, the
+    conversation is aborted; its turns until then are kept. The first failure of each kind is
+    logged.
 
     Args:
         source: where completions come from.
@@ -97,20 +102,27 @@ class MultiTurnSource:
         self._closing: set[asyncio.Task[None]] = set()
         self.overlaps = self.source.overlaps
         self.stored = self.source.stored
-        self.tokenizer = getattr(self.source, "tokenizer", None)  # a scheduler reads prompts of text with it
+        # a scheduler reads prompts of text with it
+        self.tokenizer = getattr(self.source, "tokenizer", None)
 
     def on(self, source: RolloutSource) -> "MultiTurnSource":
-        """The same conversations, of completions from another source, such as one that repeats failed requests."""
+        """The same conversations, of completions from another source, such as one that repeats
+        failed requests.
+        """
         return replace(self, source=source)
 
     async def sample(self, request: Request) -> list[Sample]:
-        """One conversation for each of ``request.indices``, at the same time; if one fails, all are cancelled.
+        """One conversation for each of ``request.indices``, at the same time; if one fails, all are
+        cancelled.
 
         Raises:
-            ValueError: if `reset` gives the conversations of one task different prompts, or one that can't be used.
+            ValueError: if `reset` gives the conversations of one task different prompts, or one
+                that can't be used.
             SourceError: if the source returns another sample than the one requested.
         """
-        samples = await gather_or_cancel(self._converse(request, index) for index in request.indices)
+        samples = await gather_or_cancel(
+            self._converse(request, index) for index in request.indices
+        )
         begun = [sample for sample in samples if sample.tokens]
         prompt = begun[0].prompt if begun else request.prompt
         for sample in samples:
@@ -149,7 +161,8 @@ class MultiTurnSource:
                     closing = asyncio.ensure_future(self._close(environment))
                     self._closing.add(closing)
                     closing.add_done_callback(self._closing.discard)
-                    await asyncio.shield(closing)  # a conversation that is cancelled once more leaves it to `close`
+                    # a conversation that is cancelled once more leaves it to `close`
+                    await asyncio.shield(closing)
         info = dict(zip(_NAMES, ([], [], 0, "aborted"), strict=True))
         return Sample(request.task, index, [], [], [], [], [], "aborted", info=info)
 
@@ -183,7 +196,13 @@ class MultiTurnSource:
         for turn in range(self.limits.turns):
             most = min(request.sampling.max_tokens, limit - len(sample.tokens))
             sampling = replace(request.sampling, max_tokens=most, stop=stop)
-            part = replace(request, prompt=[*prompt, *sample.tokens], indices=[index], sampling=sampling, turn=turn)
+            part = replace(
+                request,
+                prompt=[*prompt, *sample.tokens],
+                indices=[index],
+                sampling=sampling,
+                turn=turn,
+            )
             completions = await self.source.sample(part)
             check_completions(completions, part, "environment")
             completion = completions[0]
@@ -203,7 +222,9 @@ class MultiTurnSource:
             if is_last or len(context) >= limit - len(sample.tokens):
                 break
             _add_observation(sample, messages, context)
-        sample.text = "\n".join(each["content"] for each in info["messages"] if each["role"] == "assistant")
+        sample.text = "\n".join(
+            each["content"] for each in info["messages"] if each["role"] == "assistant"
+        )
         if sample.finish != "aborted" and not await self._reward(environment, sample):
             sample.finish = "aborted"
         if sample.finish == "aborted":
@@ -211,7 +232,9 @@ class MultiTurnSource:
         return sample
 
     def _stop(self, request: Request) -> tuple[int, ...]:
-        """The tokens that end a turn: the request's, and the one by which the chat template ends the assistant's."""
+        """The tokens that end a turn: the request's, and the one by which the chat template ends
+        the assistant's.
+        """
         stop = tuple(request.sampling.stop)
         if self.turns is None or self.turns.end in stop:
             return stop
@@ -221,7 +244,9 @@ class MultiTurnSource:
         """The prompt, and how many tokens may follow within the limit and the model's context."""
         opening = _observed(opening, "reset returned")
         if not opening:
-            raise ValueError(f"environment: reset gave task {request.task} an empty prompt; say something first")
+            raise ValueError(
+                f"environment: reset gave task {request.task} an empty prompt; say something first"
+            )
         prompt = opening if _is_tokens(opening) else self._turns().prompt(_messages(opening))
         context = getattr(self.source, "context", None)
         if context is None:
@@ -235,12 +260,20 @@ class MultiTurnSource:
 
     async def _step(self, environment: "TrackedEnvironment", completion: Sample) -> Step | None:
         try:
-            step: Step = await within(self.limits.seconds, environment.call("step", completion.copy()))
+            step: Step = await within(
+                self.limits.seconds, environment.call("step", completion.copy())
+            )
         except Exception as error:
-            self._failed(f"{_kind(error)} in step", f"({_place(completion, completion.index)}); {_ABORTED}", error)
+            self._failed(
+                f"{_kind(error)} in step",
+                f"({_place(completion, completion.index)}); {_ABORTED}",
+                error,
+            )
             return None
         if not hasattr(step, "observation"):
-            raise ValueError(f"environment: step returned {step!r:.200}; wanted a Step(observation, done, reward)")
+            raise ValueError(
+                f"environment: step returned {step!r:.200}; wanted a Step(observation, done, reward)"
+            )
         return step
 
     async def _reward(self, environment: "TrackedEnvironment", sample: Sample) -> bool:
@@ -251,7 +284,9 @@ class MultiTurnSource:
         try:
             reward = await within(self.limits.seconds, environment.call(name))
         except Exception as error:
-            self._failed(f"{_kind(error)} in {name}", f"({_place(sample, sample.index)}); {_ABORTED}", error)
+            self._failed(
+                f"{_kind(error)} in {name}", f"({_place(sample, sample.index)}); {_ABORTED}", error
+            )
             return False
         given = [*sample.info["turn_rewards"], as_score(reward)]
         sample.info["environment_reward"] = _total(given)
@@ -261,45 +296,64 @@ class MultiTurnSource:
         try:
             await within(self.limits.seconds, environment.close())
         except Exception as error:
-            self._failed("close", "failed; what the environment holds may be left over, as where it fails again", error)
+            self._failed(
+                "close",
+                "failed; what the environment holds may be left over, as where it fails again",
+                error,
+            )
 
     def _failed(self, kind: str, what: str, error: Exception) -> None:
         if kind not in self.failures:
             log.warning("environment: %s %s", kind, what, exc_info=error)
-            self.failures[kind] = f"{kind} {what}\n" + "".join(traceback.format_exception(error)).strip()
+            self.failures[kind] = (
+                f"{kind} {what}\n" + "".join(traceback.format_exception(error)).strip()
+            )
 
     def _note(self, info: dict[str, Any], step: Step) -> None:
         """Add the reward and the counts of a turn."""
         info["turn_rewards"].append(as_score(step.reward))
         info["environment_reward"] = _total(info["turn_rewards"])
         if not isinstance(step.counts, Mapping):
-            raise ValueError(f"environment: counts must be a mapping of names to numbers, got {step.counts!r:.200}")
+            raise ValueError(
+                f"environment: counts must be a mapping of names to numbers, got {step.counts!r:.200}"
+            )
         for name, count in step.counts.items():
             who = f"environment: counts[{name!r}]"
             number = plain(count, who)
             if name in _NAMES:
-                raise ValueError(f"{who}: sample.info has a {name} of its own; give the count another name")
+                raise ValueError(
+                    f"{who}: sample.info has a {name} of its own; give the count another name"
+                )
             if not isinstance(number, int | float):
-                raise ValueError(f"{who} must be a number, to be summed over the turns, got {number!r}")
+                raise ValueError(
+                    f"{who} must be a number, to be summed over the turns, got {number!r}"
+                )
             info[name] = info.get(name, 0) + number
 
-    def _observation(self, observation: Any, completion: Sample, request: Request) -> tuple[list[Message], list[int]]:
+    def _observation(
+        self, observation: Any, completion: Sample, request: Request
+    ) -> tuple[list[Message], list[int]]:
         """The environment's messages, and the tokens between this completion and the next."""
         observation = _observed(observation, "step observed")
         if not observation:
-            raise ValueError("environment: step observed nothing and is not done; return an observation, or done=True")
+            raise ValueError(
+                "environment: step observed nothing and is not done; return an observation, or done=True"
+            )
         if _is_tokens(observation):
             return [], observation
         messages = _messages(observation)
         suffix = self._turns().suffix(messages)
-        # Any sampled end token replaces the template's; a completion without one is ended by the template's.
+        # Any sampled end token replaces the template's; a completion without one is ended by the
+        # template's.
         last = completion.tokens[-1:]
         ended = last == suffix[:1] or (last and last[0] in request.sampling.stop)
         return messages, suffix[1:] if ended else suffix
 
     def _turns(self) -> ChatTurns:
         if self.turns is None:
-            raise ValueError("environment: it speaks in messages; give MultiTurnSource the turns of a chat template")
+            raise ValueError(
+                "environment: it speaks in messages; give MultiTurnSource the turns of a chat template"
+            )
         return self.turns
 
 
@@ -315,7 +369,8 @@ class TrackedEnvironment:
 
     @property
     def reward_name(self) -> str | None:
-        """The method that gives the conversation's reward: ``reward``, or ``get_reward``, TRL's name for it.
+        """The method that gives the conversation's reward: ``reward``, or ``get_reward``, TRL's
+        name for it.
 
         It is one of the class: an attribute of the object may be anything.
         """
@@ -355,7 +410,9 @@ def _add_turn(sample: Sample, completion: Sample) -> None:
     sample.tokens += completion.tokens
     sample.trained += completion.trained
     sample.logprobs += completion.logprobs
-    sample.spans += [VersionSpan(version, start + first, start + end) for version, first, end in completion.spans]
+    sample.spans += [
+        VersionSpan(version, start + first, start + end) for version, first, end in completion.spans
+    ]
     sample.finish = completion.finish
     sample.info["messages"].append({"role": "assistant", "content": completion.text})
     sample.info["turns"] += 1
@@ -370,9 +427,15 @@ def _add_observation(sample: Sample, messages: Sequence[Message], tokens: Sequen
 
 
 def refuse_failing(source: Any, samples: Sequence[Sample]) -> None:
-    """Raise ValueError, with the first failure, if an environment failed in all conversations of the first rollout."""
+    """Raise ValueError, with the first failure, if an environment failed in all conversations of
+    the first rollout.
+    """
     failures = getattr(source, "failures", {})
-    if failures and samples and all(sample.info.get("environment_reward") == "aborted" for sample in samples):
+    if (
+        failures
+        and samples
+        and all(sample.info.get("environment_reward") == "aborted" for sample in samples)
+    ):
         raise ValueError(
             f"environment: it failed in all {len(samples)} conversations of the first rollout, so nothing can be "
             "learned; fix it, or see that what it needs is there. The first failure of each kind:\n"
@@ -407,7 +470,8 @@ def _observed(observation: Any, what: str) -> Any:
         observation = observation.tolist()
     if isinstance(observation, str):
         return observation
-    if isinstance(observation, Mapping | bytes) or not isinstance(observation, Iterable):  # bytes are integers
+    # bytes are integers
+    if isinstance(observation, Mapping | bytes) or not isinstance(observation, Iterable):
         raise ValueError(f"environment: {what} {observation!r:.200}; {_WANTED}")
     entries = list(observation)
     if all(isinstance(entry, Integral) for entry in entries):
@@ -418,7 +482,9 @@ def _observed(observation: Any, what: str) -> Any:
 
 
 def _messages(observation: str | list[Message]) -> list[Message]:
-    return [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    return (
+        [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    )
 
 
 def _is_tokens(observation: str | list[Any]) -> bool:

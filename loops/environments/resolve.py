@@ -22,7 +22,11 @@ from .multi_turn import close
 from .tool_formats import GEMMA_QUOTE
 from .tools import CLOSE, OPEN
 
-SHIPPED = {"guess_number": ".games:GuessNumber", "reasoning_gym": ".games:reasoning_gym", "tools": ".tools:Tools"}
+SHIPPED = {
+    "guess_number": ".games:GuessNumber",
+    "reasoning_gym": ".games:reasoning_gym",
+    "tools": ".tools:Tools",
+}
 TOOLS = {"calculator": ".tools:calculator"}
 
 
@@ -30,7 +34,8 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     """Return a function that makes an environment for each conversation.
 
     Raises:
-        ValueError: names the available environments if this one is not found, or the method that it lacks.
+        ValueError: names the available environments if this one is not found, or the method that it
+            lacks.
     """
     if not isinstance(spec, str) and len(spec) != 1:
         raise ValueError(f"environment: wanted one name, got {', '.join(spec) or 'none'}")
@@ -53,7 +58,8 @@ def _look_at(name: str, found: Any) -> None:
     """Check that the object a configuration names makes environments, before it is called.
 
     Raises:
-        ValueError: if it is neither a class with ``reset`` and ``step`` nor a function that is annotated to return one.
+        ValueError: if it is neither a class with ``reset`` and ``step`` nor a function that is
+            annotated to return one.
     """
     made = found
     if not inspect.isclass(found):
@@ -78,11 +84,14 @@ def _annotated(function: Any) -> Any:
 def _check_parts(name: str, environment: Any) -> None:
     for part in ("reset", "step"):
         if not callable(getattr(environment, part, None)):
-            raise ValueError(f"environment {name}: has no function {part}; wanted reset(row) and step(completion)")
+            raise ValueError(
+                f"environment {name}: has no function {part}; wanted reset(row) and step(completion)"
+            )
 
 
 def _tool(name: str) -> Any:
-    """The function that a configuration names as a tool, which the policy will call with arguments of its own.
+    """The function that a configuration names as a tool, which the policy will call with arguments
+    of its own.
 
     Raises:
         ValueError: if it is not a function.
@@ -94,12 +103,16 @@ def _tool(name: str) -> Any:
 
 
 def turns_for(
-    make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any] | None = None
+    make: Callable[[], Any],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatTurns:
-    """The turns of these environments' conversations, with their tools described to the template if they have some.
+    """The turns of these environments' conversations, with their tools described to the template if
+    they have some.
 
     Raises:
-        ValueError: if the template can't be followed turn by turn, or the tokenizer hides tool calls.
+        ValueError: if the template can't be followed turn by turn, or the tokenizer hides tool
+            calls.
     """
     environment = make()
     schemas = getattr(environment, "schemas", None)

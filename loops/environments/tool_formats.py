@@ -1,4 +1,5 @@
-"""Tool calls in the formats of model families, besides JSON between ``<tool_call>`` tags (Hermes, Qwen2.5, Qwen3).
+"""Tool calls in the formats of model families, besides JSON between ``<tool_call>`` tags (Hermes,
+Qwen2.5, Qwen3).
 
     Qwen3.5, Qwen3-Coder, Nemotron 3   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
     GLM-4.5       <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
@@ -18,7 +19,8 @@ import json
 import re
 from typing import Any
 
-ParsedCall = tuple[str, dict[str, Any], str]  # name, arguments, and the problem, empty if there is none
+# name, arguments, and the problem, empty if there is none
+ParsedCall = tuple[str, dict[str, Any], str]
 
 _KEYED = (  # a call, and one of its arguments with the tag that ends it
     (
@@ -27,7 +29,10 @@ _KEYED = (  # a call, and one of its arguments with the tag that ends it
     ),
     (
         r"\s*([\w.-]+)\s*+((?:<arg_key>.*</arg_value>)?)\s*",
-        (r"<arg_key>((?:(?!<arg_key>).)*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", "</arg_value>"),
+        (
+            r"<arg_key>((?:(?!<arg_key>).)*?)</arg_key>\s*<arg_value>(.*?)</arg_value>",
+            "</arg_value>",
+        ),
     ),
 )
 _MUSE = (
@@ -38,20 +43,24 @@ _WITH_JSON = (
     (r"<｜tool▁sep｜>([^<\n]+)\n```json\n(.*?)\n```", "\n```"),
     (r"to=functions\.([\w.-]+?)(?:<\|channel\|>)?commentary json(?:<\|message\|>)?(\{.*\})", "}"),
 )
-# Atomic groups (?>...) read a text that is no call in one way, of the exponentially many to divide it.
+# Atomic groups (?>...) read a text that is no call in one way, of the exponentially many to divide
+# it.
 _GEMMA = (
     r'call:([\w.-]+)(\{(?:(?><\|"\|>.*?<\|"\|>)|<\|"\|>(?!.*<\|"\|>)|[^<])*?\})'
     r"(?=<tool_call\|>|(?:<\|tool_call>)?call:|\s*$)"
 )
 _GEMMA_BEGIN = r"call:[\w.-]+\{"
 GEMMA_QUOTE = '<|"|>'
-# Begins of calls, each read to the end of the text in vain, after which a text is taken to hold none.
+# Begins of calls, each read to the end of the text in vain, after which a text is taken to hold
+# none.
 _IN_VAIN = 8
 _MISTRAL = r"\s*(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[ARGS\])?(\{.*?\})\s*(?=\[TOOL_CALLS\]|[\w.-]+(?:\[ARGS\])?\{|$)"
 
 
 def parse_keyed(content: str) -> ParsedCall | None:
-    """The call between ``<tool_call>`` tags whose arguments are in tags of their own; None for another text."""
+    """The call between ``<tool_call>`` tags whose arguments are in tags of their own; None for
+    another text.
+    """
     for call, argument in _KEYED:
         match = re.fullmatch(call, content, re.DOTALL)
         if match:
@@ -62,8 +71,8 @@ def parse_keyed(content: str) -> ParsedCall | None:
 def _findall(ended: tuple[str, str], text: str) -> list[tuple[str, str]]:
     """Pairs that a pattern finds in a text, in time that grows as the text does.
 
-    What follows the last end of a match can hold none. Without it every search for an end succeeds; with it, each of
-    many begins without an end would be searched for one through the whole text.
+    What follows the last end of a match can hold none. Without it every search for an end succeeds;
+    with it, each of many begins without an end would be searched for one through the whole text.
     """
     pattern, end = ended
     last = text.rfind(end)
@@ -106,13 +115,20 @@ def parse_untagged(text: str) -> list[ParsedCall]:
     if bare.startswith(("{", "[{")):
         return _bare_json_calls(bare)
     if re.fullmatch(rf"(?>{_MISTRAL})+", text, re.DOTALL):
-        return [parse_arguments(name, arguments) for name, arguments in re.findall(_MISTRAL, text, re.DOTALL)]
-    match = re.fullmatch(r"\s*(?:<\|tool_call_start\|>)?(\[\w+\(.*\)\])(?:<\|tool_call_end\|>)?\s*", text, re.DOTALL)
+        return [
+            parse_arguments(name, arguments)
+            for name, arguments in re.findall(_MISTRAL, text, re.DOTALL)
+        ]
+    match = re.fullmatch(
+        r"\s*(?:<\|tool_call_start\|>)?(\[\w+\(.*\)\])(?:<\|tool_call_end\|>)?\s*", text, re.DOTALL
+    )
     return _python_calls(match[1]) if match else []
 
 
 def _bare_json_calls(text: str) -> list[ParsedCall]:
-    """The calls of a text that is nothing but JSON: a list with ``arguments``, or one object with ``parameters``."""
+    """The calls of a text that is nothing but JSON: a list with ``arguments``, or one object with
+    ``parameters``.
+    """
     try:
         requests = json.loads(text)
     except (ValueError, RecursionError):
@@ -143,7 +159,9 @@ def parse_arguments(name: str, arguments: Any) -> ParsedCall:
 def _gemma_json(arguments: str) -> str:
     """Arguments with the quotes of JSON around texts and keys."""
     quoted = rf"{re.escape(GEMMA_QUOTE)}(.*?){re.escape(GEMMA_QUOTE)}|(?<![\w.-])([\w.-]++)(?=:)"
-    return re.sub(quoted, lambda match: json.dumps(match[2] or match[1]), arguments, flags=re.DOTALL)
+    return re.sub(
+        quoted, lambda match: json.dumps(match[2] or match[1]), arguments, flags=re.DOTALL
+    )
 
 
 def _python_calls(text: str) -> list[ParsedCall]:

@@ -1,9 +1,10 @@
-"""Tools: plain Python functions that the policy calls by writing JSON, or in the format of its family.
+"""Tools: plain Python functions that the policy calls by writing JSON, or in the format of its
+family.
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "17 * 23"}}</tool_call>     others: `tool_formats`
 
-A completion without a call is the last one. A tool's result is returned in the role "tool"; so is the error of a wrong
-call, which the policy can correct, and which is counted.
+A completion without a call is the last one. A tool's result is returned in the role "tool"; so is
+the error of a wrong call, which the policy can correct, and which is counted.
 """
 
 import ast
@@ -31,9 +32,10 @@ class Tools:
     """An environment of functions.
 
     Args:
-        tools: plain or async functions with type hints and a docstring that describes each argument (Google's style);
-            their schemas are for the chat template.
-        seconds: the longest that a call may take; a plain function that exceeds it goes on in its thread.
+        tools: plain or async functions with type hints and a docstring that describes each argument
+            (Google's style); their schemas are for the chat template.
+        seconds: the longest that a call may take; a plain function that exceeds it goes on in its
+            thread.
         longest: maximal number of characters of a result; the rest is cut.
         role: the role of results, for templates that know no "tool".
 
@@ -42,11 +44,18 @@ class Tools:
     """
 
     def __init__(
-        self, tools: Sequence[Callable[..., Any]], *, seconds: float = 10.0, longest: int = 4000, role: str = "tool"
+        self,
+        tools: Sequence[Callable[..., Any]],
+        *,
+        seconds: float = 10.0,
+        longest: int = 4000,
+        role: str = "tool",
     ) -> None:
         self.tools = {tool.__name__: tool for tool in tools}
         if len(self.tools) < len(tools):
-            raise ValueError(f"tools: names must differ, got {', '.join(tool.__name__ for tool in tools)}")
+            raise ValueError(
+                f"tools: names must differ, got {', '.join(tool.__name__ for tool in tools)}"
+            )
         self.seconds, self.longest, self.role = seconds, longest, role
         self.schemas: list[dict[str, Any]] = []
         for tool in tools:
@@ -59,7 +68,9 @@ class Tools:
                 ) from error
 
     def reset(self, row: Row) -> Any:
-        """The row's prompt; ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to the template."""
+        """The row's prompt; ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to
+        the template.
+        """
         return row["prompt"]
 
     async def step(self, completion: Sample) -> Step:
@@ -99,7 +110,9 @@ class Tools:
 
 
 def parse_calls(text: str) -> list[ParsedCall]:
-    """The calls in a text after its reasoning: (name, arguments, the problem if it only begins like a call)."""
+    """The calls in a text after its reasoning: (name, arguments, the problem if it only begins like
+    a call).
+    """
     text = text.split("</think>", 1)[-1]
     pieces = re.findall(f"{OPEN}(.*?)(?={OPEN}|$)", text, re.DOTALL)
     if not pieces:
@@ -132,7 +145,8 @@ def _parse(piece: str) -> ParsedCall:
         return "", {}, f"the call is not JSON: {error}"
     if not isinstance(request, dict) or not isinstance(request.get("name"), str):
         return "", {}, 'a call is an object with "name" and "arguments"'
-    return parse_arguments(request["name"], request.get("arguments", {}))  # some write JSON within JSON
+    # some write JSON within JSON
+    return parse_arguments(request["name"], request.get("arguments", {}))
 
 
 def _typed(value: Any, schema: Any) -> Any:

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 from .patches import always_evaluate
 
 _aten: Any = torch.ops.aten
-# Products of matrices and attention: most of the time of a forward pass, and less than half of its activations.
+# Products of matrices and attention: most of the time of a forward pass, and less than half of its
+# activations.
 _PRODUCTS = [
     _aten.mm.default,
     _aten.addmm.default,
@@ -22,12 +23,14 @@ _PRODUCTS = [
 ]
 
 
-def checkpoint_activations(model: PreTrainedModel, keep: Literal[True, "selective", "offload"]) -> None:
+def checkpoint_activations(
+    model: PreTrainedModel, keep: Literal[True, "selective", "offload"]
+) -> None:
     """Recompute the activations of each layer in backward: gradients stay the same, bit for bit.
 
     Args:
-        keep: per layer, its input (True), its input in host memory ("offload"), or input and matrix products
-            ("selective").
+        keep: per layer, its input (True), its input in host memory ("offload"), or input and matrix
+            products ("selective").
 
     Raises:
         ValueError: to offload, if there is no accelerator, or this version of transformers can't.
@@ -35,8 +38,12 @@ def checkpoint_activations(model: PreTrainedModel, keep: Literal[True, "selectiv
     # transformers renamed it in 5.2x and warns about the old name.
     renamed = hasattr(model, "activation_checkpointing_enable")
     if keep == "offload" and not (renamed and torch.accelerator.is_available()):
-        raise ValueError("gradient_checkpointing: offload needs an accelerator, and transformers 5.23 or newer")
-    enable: Any = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+        raise ValueError(
+            "gradient_checkpointing: offload needs an accelerator, and transformers 5.23 or newer"
+        )
+    enable: Any = (
+        model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+    )
     kwargs: dict[str, Any] = {"use_reentrant": False}
     if keep == "selective":
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _PRODUCTS)
@@ -49,7 +56,8 @@ def checkpoint_activations(model: PreTrainedModel, keep: Literal[True, "selectiv
 
 
 def without_randomness(model: nn.Module) -> None:
-    """Let training mode compute what evaluation does: policy and reference must differ only in their weights.
+    """Let training mode compute what evaluation does: policy and reference must differ only in
+    their weights.
 
     The dropout of adapters stays: the reference has none.
     """
@@ -61,19 +69,22 @@ def without_randomness(model: nn.Module) -> None:
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
-        if any("jitter" in name for name in vars(module)):  # a router, that may sample experts as well
+        # a router, that may sample experts as well
+        if any("jitter" in name for name in vars(module)):
             always_evaluate(module)
 
 
 def add_noise(model: PreTrainedModel, alpha: float) -> None:
-    """Add uniform noise in ±α/√(L·d) to the embedded tokens wherever gradients are computed in training mode.
+    """Add uniform noise in ±α/√(L·d) to the embedded tokens wherever gradients are computed in
+    training mode.
 
-    L is the number of input tokens of the sequence, for a shared prompt with the longest of its completions; d is the
-    embedding size. Evaluations, references and sampling have no noise.
+    L is the number of input tokens of the sequence, for a shared prompt with the longest of its
+    completions; d is the embedding size. Evaluations, references and sampling have no noise.
 
     Paper: Jain et al. 2023, "NEFTune", arXiv:2310.05914, Algorithm 1.
     """
-    position_ids: list[Tensor] = []  # of the rows under way, which the embedding itself is not given
+    # of the rows under way, which the embedding itself is not given
+    position_ids: list[Tensor] = []
 
     def remember(module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> None:
         position_ids[:] = [kwargs["position_ids"]]
@@ -90,7 +101,9 @@ def add_noise(model: PreTrainedModel, alpha: float) -> None:
 
 
 def sequence_lengths(position_ids: Tensor) -> Tensor:
-    """Tokens of the sequence that each slot [..., rows, width] belongs to: one begins where the position is 0."""
+    """Tokens of the sequence that each slot [..., rows, width] belongs to: one begins where the
+    position is 0.
+    """
     begun = (position_ids == 0).cumsum(-1)
     sequence = begun - begun[..., :1]
     longest = torch.zeros_like(position_ids).scatter_reduce(-1, sequence, position_ids + 1, "amax")

@@ -23,7 +23,13 @@ log = logging.getLogger(__name__)
 # Parts of an adapter, by what their paths hold.
 _ADAPTER_PARTS = ("lora_", "original_module", "modules_to_save.reference")
 # Options of peft's LoraConfig whose adapters change more than a weight.
-UNMERGED = {"lora_bias", "layer_replication", "alora_invocation_tokens", "arrow_config", "monteclora_config"}
+UNMERGED = {
+    "lora_bias",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "monteclora_config",
+}
 
 
 # Fields of LoraConfig that a recipe sets, or that say where an adapter came from.
@@ -38,7 +44,9 @@ def settings_of_peft(config: Any) -> Lora:
         ValueError: if it configures another kind of adapter.
     """
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"lora: wanted a LoraConfig, or a mapping of its fields, got {type(config).__name__}")
+        raise ValueError(
+            f"lora: wanted a LoraConfig, or a mapping of its fields, got {type(config).__name__}"
+        )
     names = [each.name for each in dataclasses.fields(config) if each.name not in _SET_BY_RECIPE]
     given = {name: getattr(config, name) for name in names}
     targets = given.pop("target_modules")
@@ -48,11 +56,16 @@ def settings_of_peft(config: Any) -> Lora:
         if each.name in given:
             own[each.name] = given.pop(each.name)
     plain = LoraConfig()
-    return Lora(**own, kwargs={name: value for name, value in given.items() if value != getattr(plain, name)})
+    return Lora(
+        **own,
+        kwargs={name: value for name, value in given.items() if value != getattr(plain, name)},
+    )
 
 
 def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
-    """Add new adapters, or load those of ``lora.path``; in float32, unless ``config.weights_dtype`` is bfloat16."""
+    """Add new adapters, or load those of ``lora.path``; in float32, unless ``config.weights_dtype``
+    is bfloat16.
+    """
     in_float32 = config.weights_dtype == "float32"
     if model.name_or_path and Path(model.name_or_path).is_dir():
         # peft writes it down as the adapter's base, and the adapter may be loaded from elsewhere.
@@ -60,7 +73,9 @@ def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
     if config.lora.path is not None:
         _check_stored(config.lora)
         _take_end_tokens(model, Path(config.lora.path))
-        return PeftModel.from_pretrained(model, config.lora.path, is_trainable=True, autocast_adapter_dtype=in_float32)
+        return PeftModel.from_pretrained(
+            model, config.lora.path, is_trainable=True, autocast_adapter_dtype=in_float32
+        )
     fields = _lora_fields(model, config.lora, task)
     _check_new(model, config.lora, fields)
     try:
@@ -79,11 +94,15 @@ def _take_end_tokens(model: Any, adapter: Path) -> None:
 
 
 def _check_stored(lora: Lora) -> None:
-    """Raise ValueError if there is no adapter to load, or it is to have another rank than its own."""
+    """Raise ValueError if there is no adapter to load, or it is to have another rank than its
+    own.
+    """
     if lora.r:
         raise ValueError(f"lora.r: the adapter in {lora.path} has its own rank; leave lora.r out")
     if not Path(str(lora.path), "adapter_config.json").exists():
-        raise ValueError(f"lora.path: {lora.path} holds no adapter_config.json; give the directory of an adapter")
+        raise ValueError(
+            f"lora.path: {lora.path} holds no adapter_config.json; give the directory of an adapter"
+        )
 
 
 def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
@@ -109,7 +128,11 @@ def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
 
 def _adapts_tied(model: Any, lora: Lora) -> bool:
     """True if a module that gets adapters, or trains whole, shares its weight with another."""
-    named = lora.target_modules if isinstance(lora.target_modules, list) else [lora.target_modules or ""]
+    named = (
+        lora.target_modules
+        if isinstance(lora.target_modules, list)
+        else [lora.target_modules or ""]
+    )
     adapted = {_last_part(name) for name in (*named, *(lora.modules_to_save or ()))}
     tied_weights = (path for pair in model.all_tied_weights_keys.items() for path in pair)
     tied = {_last_part(path.rpartition(".")[0]) for path in tied_weights}
@@ -125,13 +148,19 @@ def _check_new(model: Any, lora: Lora, fields: Mapping[str, Any]) -> None:
     """Raise ValueError for options of peft that don't fit, and for a rank wider than the model."""
     repeated = sorted(fields.keys() & lora.kwargs.keys())
     if repeated:
-        raise ValueError(f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out")
+        raise ValueError(
+            f"lora.kwargs: {repeated[0]} is a field of lora or set by the recipe; leave it out"
+        )
     unmerged = sorted(UNMERGED & lora.kwargs.keys())
     if unmerged:
-        raise ValueError(f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out")
+        raise ValueError(
+            f"lora.kwargs: {unmerged[0]} can't be merged into a plain model; leave it out"
+        )
     width = model.config.get_text_config().hidden_size
     if lora.r > width:
-        raise ValueError(f"lora.r: {lora.r} is no low rank, the model is {width} wide; 8 to 64 is usual")
+        raise ValueError(
+            f"lora.r: {lora.r} is no low rank, the model is {width} wide; 8 to 64 is usual"
+        )
 
 
 def _field_of(error: Exception, lora: Lora) -> str:
@@ -149,13 +178,18 @@ def _field_of(error: Exception, lora: Lora) -> str:
 def _not_linear(plain: nn.Module) -> Iterator[str]:
     """The names of linear layers that an adapter would not adapt.
 
-    Some layers of `transformers` are linear by their class and compute something else, such as a router its choice of
-    experts; and a Mamba layer's kernel multiplies by the weight of ``out_proj`` itself, without an adapter.
+    Some layers of `transformers` are linear by their class and compute something else, such as a
+    router its choice of experts; and a Mamba layer's kernel multiplies by the weight of
+    ``out_proj`` itself, without an adapter.
     """
     for name, module in plain.named_modules():
         if hasattr(module, "D") and hasattr(module, "out_proj"):
             yield f"{name}.out_proj"
-        elif isinstance(module, nn.Linear) and _is_of_transformers(module) and not _maps_states(module):
+        elif (
+            isinstance(module, nn.Linear)
+            and _is_of_transformers(module)
+            and not _maps_states(module)
+        ):
             yield name
 
 
@@ -191,13 +225,17 @@ def may_stay_in_files(config: Common, task: str) -> bool:
     if config.parallel.copy_size <= 1:
         return False
     if _reads_weights(config.lora, task):
-        log.warning("lora: these adapters are made of the model's weights, so every rank reads all of them")
+        log.warning(
+            "lora: these adapters are made of the model's weights, so every rank reads all of them"
+        )
         return False
     return True
 
 
 def _reads_weights(lora: Lora, task: str) -> bool:
-    """True if these adapters are made of the model's weights; the adapters of a classifier copy its head."""
+    """True if these adapters are made of the model's weights; the adapters of a classifier copy its
+    head.
+    """
     if not lora.enabled:
         return False
     copies = lora.target_parameters or lora.modules_to_save

@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 
 class Backbone(nn.Module):
-    """A model and the layout of its input; `Policy` and `Scorer` add what is computed from its hidden states.
+    """A model and the layout of its input; `Policy` and `Scorer` add what is computed from its
+    hidden states.
 
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
@@ -34,13 +35,21 @@ class Backbone(nn.Module):
     columns: Columns | None = None
 
     def __init__(
-        self, model: nn.Module, *, mesh: DeviceMesh | None = None, param_dtype: torch.dtype | None = None
+        self,
+        model: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         who = type(self).__name__
         if isinstance(model, Backbone):
-            raise ValueError(f"{who}: wanted a model of transformers or peft, got a {type(model).__name__} of one")
+            raise ValueError(
+                f"{who}: wanted a model of transformers or peft, got a {type(model).__name__} of one"
+            )
         if not isinstance(model, nn.Module):
-            raise ValueError(f"{who}: wanted a model, got {model!r:.80}; load it by its from_pretrained")
+            raise ValueError(
+                f"{who}: wanted a model, got {model!r:.80}; load it by its from_pretrained"
+            )
         super().__init__()
         self.model = model
         self.mesh = mesh
@@ -58,8 +67,12 @@ class Backbone(nn.Module):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def arranged(self, examples: Sequence[Example], layout: Layout, *, one_row: bool = False) -> Rows:
-        """The examples laid out as input of this model, and of this rank's columns where rows are split."""
+    def arranged(
+        self, examples: Sequence[Example], layout: Layout, *, one_row: bool = False
+    ) -> Rows:
+        """The examples laid out as input of this model, and of this rank's columns where rows are
+        split.
+        """
         if layout == "shared" and self.same_rotary is not None:
             longest = max((_length(example) for example in examples), default=0)
             if longest > self.same_rotary:
@@ -96,7 +109,11 @@ class Backbone(nn.Module):
     def model_input(self, rows: Rows) -> dict[str, Any]:
         """The arguments of a forward pass of `transformers`."""
         mask = rows.attention_mask
-        if isinstance(mask, Tensor) and mask.ndim == 4 and self.plain.config._attn_implementation == "eager":
+        if (
+            isinstance(mask, Tensor)
+            and mask.ndim == 4
+            and self.plain.config._attn_implementation == "eager"
+        ):
             # Eager attention adds its mask to the scores.
             scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
@@ -104,14 +121,15 @@ class Backbone(nn.Module):
             "input_ids": rows.input_ids,
             "position_ids": rows.position_ids,
             "attention_mask": mask,
-            # With a cache, transformers treats restarting positions as one sequence, and sequences see each other.
+            # With a cache, transformers treats restarting positions as one sequence, and sequences
+            # see each other.
             "use_cache": False,
         }
 
     @contextmanager
     def probing(self) -> Iterator[bool]:
-        """Context of a probe: without dropout, and under autocast if the weights are of two precisions. Yields True if
-        products are not rounded by autocast."""
+        """Context of a probe: without dropout, and under autocast if the weights are of two
+        precisions. Yields True if products are not rounded by autocast."""
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if self.param_dtype is not None:
             dtypes.add(self.param_dtype)
@@ -130,8 +148,11 @@ def _length(example: Example) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context with a model in evaluation mode; every module comes back in the mode that it was in."""
-    training = [module for module in model.modules() if module.training]  # a policy may be, and its model not
+    """Context with a model in evaluation mode; every module comes back in the mode that it was
+    in.
+    """
+    # a policy may be, and its model not
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield

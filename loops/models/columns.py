@@ -1,4 +1,6 @@
-"""The columns of rows that one rank computes, and their exchange with other ranks; see `context_parallel`."""
+"""The columns of rows that one rank computes, and their exchange with other ranks; see
+`context_parallel`.
+"""
 
 import math
 from collections.abc import Callable
@@ -18,7 +20,9 @@ T = TypeVar("T")
 
 
 class Columns:
-    """The columns of rows that this rank of a mesh computes, and their exchange with the other ranks."""
+    """The columns of rows that this rank of a mesh computes, and their exchange with the other
+    ranks.
+    """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()
@@ -26,7 +30,9 @@ class Columns:
         self.rank = mesh.get_local_rank()
 
     def reads(self, rows: Rows) -> Rows:
-        """These rows, of which this rank reads the trained tokens in its columns; their width is a multiple of n."""
+        """These rows, of which this rank reads the trained tokens in its columns; their width is a
+        multiple of n.
+        """
         mine = rows.position % self.size == self.rank
         return replace(rows, position=rows.position[mine] // self.size, mine=mine)
 
@@ -35,7 +41,9 @@ class Columns:
         return tensor[:, self.rank :: self.size]
 
     def gather(self, values: T, rows: Rows) -> T:
-        """Tensors of this rank's trained tokens as those of all of them; the gradient reaches this rank's own."""
+        """Tensors of this rank's trained tokens as those of all of them; the gradient reaches this
+        rank's own.
+        """
         mine = rows.mine
         assert mine is not None
 
@@ -57,8 +65,11 @@ class Columns:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Attention of query, key and value [rows, heads, width / n, D]: [rows, width / n, heads, D]."""
-        copies = self.size // math.gcd(key.shape[1], self.size)  # every rank needs a key for each of its queries
+        """Attention of query, key and value [rows, heads, width / n, D]: [rows, width / n, heads,
+        D].
+        """
+        # every rank needs a key for each of its queries
+        copies = self.size // math.gcd(key.shape[1], self.size)
         if copies > 1:
             key = key.repeat_interleave(copies, 1)
             value = value.repeat_interleave(copies, 1)

@@ -1,10 +1,12 @@
-"""Context parallelism: the ranks of a group compute the same rows together, each of them every n-th column.
+"""Context parallelism: the ranks of a group compute the same rows together, each of them every n-th
+column.
 
-All but attention looks at one token at a time, and each rank computes that for its columns only. Before attention the
-ranks exchange columns for heads: each computes some of the heads over the whole width, by the attention and the mask
-that the model has anyway. Columns are dealt out in turn, as trained tokens often are the last ones of their row: so
-every rank computes about as many log-probs. A dense mask, of shared prompts, is whole on each: 0.27 GB for 16,384
-columns, 7 % of what backward keeps on 4 ranks of a model of 135M, and most of it with gradient checkpointing.
+All but attention looks at one token at a time, and each rank computes that for its columns only.
+Before attention the ranks exchange columns for heads: each computes some of the heads over the
+whole width, by the attention and the mask that the model has anyway. Columns are dealt out in turn,
+as trained tokens often are the last ones of their row: so every rank computes about as many
+log-probs. A dense mask, of shared prompts, is whole on each: 0.27 GB for 16,384 columns, 7 % of
+what backward keeps on 4 ranks of a model of 135M, and most of it with gradient checkpointing.
 
 Paper: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
 """
@@ -24,28 +26,35 @@ from .rows import Rows
 
 
 def split_columns(backbone: Backbone, output: Callable[[Rows], Tensor]) -> None:
-    """Split the columns of all rows over the ranks of the backbone's mesh in its dimension "cp", if it has one.
+    """Split the columns of all rows over the ranks of the backbone's mesh in its dimension "cp", if
+    it has one.
 
     Args:
         output: ``output(rows)`` of trained tokens, which must not change: a probe compares the two.
 
     Raises:
-        ValueError: if the heads of the model's attention can't be shared out, or it looks along the sequence by more
-            than the attention functions of `transformers`.
+        ValueError: if the heads of the model's attention can't be shared out, or it looks along the
+            sequence by more than the attention functions of `transformers`.
     """
     mesh = backbone.mesh
     if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
         return
     if getattr(backbone, "critic", None) is not None:
-        raise ValueError("parallel.cp_size: the rows of a critic are not split; shard it by --parallel.dp_shard_size")
+        raise ValueError(
+            "parallel.cp_size: the rows of a critic are not split; shard it by --parallel.dp_shard_size"
+        )
     columns = Columns(mesh["cp"])
     who = f"parallel.cp_size: {type(backbone.plain).__name__}"
     heads = getattr(backbone.plain.config.get_text_config(), "num_attention_heads", None)
     if isinstance(heads, int) and heads % columns.size:
-        raise ValueError(f"{who} has num_attention_heads={heads}, no multiple of {columns.size}; lower it")
+        raise ValueError(
+            f"{who} has num_attention_heads={heads}, no multiple of {columns.size}; lower it"
+        )
     reason = _split(backbone, columns, output)
     if reason is not None:
-        raise ValueError(f"{who} can't be split along the sequence ({reason}); shard it by --parallel.dp_shard_size")
+        raise ValueError(
+            f"{who} can't be split along the sequence ({reason}); shard it by --parallel.dp_shard_size"
+        )
 
 
 @torch.no_grad()
@@ -55,7 +64,10 @@ def _split(backbone: Backbone, columns: Columns, output: Callable[[Rows], Tensor
     if path is None:
         return "its layers are not known"
     # Laid out in one row, or in three where rows are padded: an odd number.
-    examples = [PROBE[0], PROBE[1]._replace(completions=PROBE[1].completions[:1], trained=PROBE[1].trained[:1])]
+    examples = [
+        PROBE[0],
+        PROBE[1]._replace(completions=PROBE[1].completions[:1], trained=PROBE[1].trained[:1]),
+    ]
 
     def rows() -> Rows:
         return backbone.arranged(examples, backbone.layout, one_row=True)
@@ -78,7 +90,9 @@ def _split(backbone: Backbone, columns: Columns, output: Callable[[Rows], Tensor
 
 
 def _compute_columns(plain: Any, layers_path: str, columns: Columns) -> None:
-    """Let the layers of a `transformers` model compute these columns of rows, and their attention exchange states."""
+    """Let the layers of a `transformers` model compute these columns of rows, and their attention
+    exchange states.
+    """
     layers = plain.get_submodule(layers_path)
     for module in layers.modules():
         module.columns = columns
@@ -97,7 +111,9 @@ def _compute_columns(plain: Any, layers_path: str, columns: Columns) -> None:
 
 
 def _attend(attention: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call an attention function of `transformers`: in a layer whose columns are split, on all ranks together."""
+    """Call an attention function of `transformers`: in a layer whose columns are split, on all
+    ranks together.
+    """
     columns: Columns | None = getattr(module, "columns", None)
     if columns is None:
         return attention(module, *args, **kwargs)

@@ -1,4 +1,6 @@
-"""The tokens at which a completion ends: those that a model was made with, and those that it is trained to end with."""
+"""The tokens at which a completion ends: those that a model was made with, and those that it is
+trained to end with.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -13,7 +15,9 @@ def end_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def ends_of(config: Any) -> list[int]:
-    """The end tokens of a configuration, which has none, one, or a list of them; empty without a configuration."""
+    """The end tokens of a configuration, which has none, one, or a list of them; empty without a
+    configuration.
+    """
     found = getattr(config, "eos_token_id", None)
     if found is None:
         return []
@@ -21,8 +25,8 @@ def ends_of(config: Any) -> list[int]:
 
 
 def extend(config: Any, tokens: Collection[int]) -> list[int]:
-    """Add end tokens to a generation configuration, in place: wrappers of a model hold the same object. Returns those
-    that it did not have."""
+    """Add end tokens to a generation configuration, in place: wrappers of a model hold the same
+    object. Returns those that it did not have."""
     known = ends_of(config)
     added = sorted(set(tokens) - set(known))
     if added:
@@ -31,13 +35,16 @@ def extend(config: Any, tokens: Collection[int]) -> list[int]:
 
 
 def add_end_tokens(model: nn.Module, tokens: Collection[int], tokenizer: Any) -> str:
-    """Add to the tokens that end the model's completions, which `save_model` writes to generation_config.json.
+    """Add to the tokens that end the model's completions, which `save_model` writes to
+    generation_config.json.
 
-    A base model ends a document with one token, and the chat template that it is trained under ends an answer with
-    another: what has learned the second would run on if only the first one stopped it.
+    A base model ends a document with one token, and the chat template that it is trained under ends
+    an answer with another: what has learned the second would run on if only the first one stopped
+    it.
 
     Returns:
-        A line that names what was added; empty if there was nothing to add, or if the model generates no text.
+        A line that names what was added; empty if there was nothing to add, or if the model
+        generates no text.
     """
     config: Any = getattr(model, "generation_config", None)
     if config is None:

@@ -16,7 +16,10 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
 
 from ...data import read_chat_template
 from ..config import Common
@@ -32,13 +35,15 @@ _FILE = "5GB"  # maximal size of a file of weights
 
 
 def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
-    """The configured tokenizer, or the model's, with the configured chat template and end token, if there are any.
+    """The configured tokenizer, or the model's, with the configured chat template and end token, if
+    there are any.
 
-    A tokenizer passed as an object is not changed: with another chat template or end token it is copied.
+    A tokenizer passed as an object is not changed: with another chat template or end token it is
+    copied.
 
     Raises:
-        ValueError: if the tokenizer can't be loaded, most likely because there is no such model; or if the end token is
-            not in its vocabulary.
+        ValueError: if the tokenizer can't be loaded, most likely because there is no such model; or
+            if the end token is not in its vocabulary.
     """
     if config.tokenizer is None:
         field, named = "model", config.model
@@ -67,7 +72,9 @@ def _name_of(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     name = getattr(config, "_name_or_path", "")
     if not name:
-        raise ValueError("tokenizer: a model made in memory has no name to find one by; give the tokenizer")
+        raise ValueError(
+            "tokenizer: a model made in memory has no name to find one by; give the tokenizer"
+        )
     return str(name)
 
 
@@ -76,7 +83,9 @@ def _refuse_adapter(name: str) -> None:
     adapter = Path(name, "adapter_config.json")
     if adapter.is_file() and not adapter.with_name("config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")
-        raise ValueError(f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}")
+        raise ValueError(
+            f"model: {name} holds an adapter of {base}; pass --model {base} --lora.path {name}"
+        )
 
 
 def _tokenizer_named(field: str, name: str, revision: str | None) -> Any:
@@ -94,7 +103,9 @@ def _tokenizer_named(field: str, name: str, revision: str | None) -> Any:
 
 
 def _of_revision(revision: str | None) -> dict[str, str]:
-    """The argument of ``from_pretrained`` that names a revision; for the main branch, no argument."""
+    """The argument of ``from_pretrained`` that names a revision; for the main branch, no
+    argument.
+    """
     return {} if revision is None else {"revision": revision}
 
 
@@ -102,15 +113,20 @@ def _set_eos_token(tokenizer: transformers.PreTrainedTokenizerBase, token: str) 
     if token not in tokenizer.get_vocab():
         special = [str(each) for each in tokenizer.added_tokens_decoder.values() if each.special]
         examples = ", ".join(special[:8])
-        raise ValueError(f"eos_token: wanted a token of the vocabulary, such as {examples}, got {token!r}")
+        raise ValueError(
+            f"eos_token: wanted a token of the vocabulary, such as {examples}, got {token!r}"
+        )
     tokenizer.eos_token = token
 
 
-def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]) -> nn.Module:
-    """The classifier to train, with its own head if there is one, or a new one with ``len(labels)`` outputs.
+def load_classifier(
+    config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]
+) -> nn.Module:
+    """The classifier to train, with its own head if there is one, or a new one with ``len(labels)``
+    outputs.
 
-    For an architecture without such a class in `transformers`, one is assembled from parts; once saved, that model can
-    only be loaded by `burnish`, and a warning says so.
+    For an architecture without such a class in `transformers`, one is assembled from parts; once
+    saved, that model can only be loaded by `burnish`, and a warning says so.
     """
     kind = "Sequence" if task == "SEQ_CLS" else "Token"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
@@ -128,23 +144,32 @@ def load_classifier(config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], label
 
 
 def load_model(
-    config: Common, auto: Any = transformers.AutoModelForCausalLM, task: str = "CAUSAL_LM", **options: Any
+    config: Common,
+    auto: Any = transformers.AutoModelForCausalLM,
+    task: str = "CAUSAL_LM",
+    **options: Any,
 ) -> nn.Module:
-    """A model to train, in the configured precision, without randomness; quantized and with adapters if configured.
+    """A model to train, in the configured precision, without randomness; quantized and with
+    adapters if configured.
 
-    A model passed as an object is converted in place to that precision, unless it has adapters or is quantized.
+    A model passed as an object is converted in place to that precision, unless it has adapters or
+    is quantized.
 
     Args:
-        auto: the class of `transformers`, or one assembled from its parts, that loads a model by its name.
+        auto: the class of `transformers`, or one assembled from its parts, that loads a model by
+            its name.
         task: the kind of model, as peft calls it.
         options: passed on to ``from_pretrained``.
 
     Raises:
-        ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a CPU, or if a model
-            passed as an object is to be quantized, or to get adapters in addition to its own.
+        ValueError: if a quantized model is to be trained without adapters, or FlexAttention on a
+            CPU, or if a model passed as an object is to be quantized, or to get adapters in
+            addition to its own.
     """
     if config.attention == "flex_attention" and not torch.cuda.is_available():
-        raise ValueError("attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa")
+        raise ValueError(
+            "attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa"
+        )
     model: Any = config.model
     if isinstance(model, nn.Module):
         _check_loaded(config, model)
@@ -155,7 +180,9 @@ def load_model(
     stored_dtype = getattr(architecture, "dtype", None)
     quantized = _is_quantized(architecture)
     if (config.quantize or quantized) and not (config.lora.enabled or isinstance(model, PeftModel)):
-        raise ValueError("quantize: quantized weights can't be trained; add adapters, such as --lora.r 16")
+        raise ValueError(
+            "quantize: quantized weights can't be trained; add adapters, such as --lora.r 16"
+        )
 
     if isinstance(model, nn.Module):
         _prepare_loaded(config, model, quantized=quantized)
@@ -198,21 +225,29 @@ def _is_quantized(architecture: Any) -> bool:
 def _check_loaded(config: Common, model: nn.Module) -> None:
     """Raise ValueError if the settings ask of a model in memory what only loading it could do."""
     if config.quantize:
-        raise ValueError("quantize: the model is loaded already; load it quantized, or give its name")
+        raise ValueError(
+            "quantize: the model is loaded already; load it quantized, or give its name"
+        )
     if config.model_revision:
-        raise ValueError("model_revision: the model is loaded already; load that revision, or give its name")
+        raise ValueError(
+            "model_revision: the model is loaded already; load that revision, or give its name"
+        )
     if isinstance(model, PeftModel):
         if config.lora.enabled:
-            raise ValueError("lora.r: the model has adapters already; leave lora out, or give the model without them")
+            raise ValueError(
+                "lora.r: the model has adapters already; leave lora out, or give the model without them"
+            )
     elif any(hasattr(module, "base_layer") for module in model.modules()):
-        raise ValueError("model: an earlier run left adapters in it; give that run's model, or load it again")
+        raise ValueError(
+            "model: an earlier run left adapters in it; give that run's model, or load it again"
+        )
 
 
 def _weights_dtype(config: Common) -> torch.dtype:
     """The dtype of the weights in memory.
 
-    Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing without `rounding`.
-    Frozen ones, under adapters, have the dtype that is computed in.
+    Weights that an optimizer updates are float32: in bfloat16 a step of 1e-6 rounds to nothing
+    without `rounding`. Frozen ones, under adapters, have the dtype that is computed in.
     """
     trained_whole = not config.lora.enabled
     name = config.weights_dtype if config.dtype == "bfloat16" and trained_whole else config.dtype
@@ -229,7 +264,9 @@ def _prepare_loaded(config: Common, model: Any, *, quantized: bool) -> None:
 
 
 def _compute_each_expert(model: Any) -> None:
-    """Have a mixture of experts compute one expert after the other: torch's grouped product takes no float64."""
+    """Have a mixture of experts compute one expert after the other: torch's grouped product takes
+    no float64.
+    """
     configured = getattr(model.config, "_experts_implementation", None)
     if configured == "grouped_mm":
         model.set_experts_implementation("eager")
@@ -257,7 +294,9 @@ def _read_from_files(config: Common, auto: Any, task: str, options: Mapping[str,
 
 
 def _train_in_float32(model: nn.Module) -> None:
-    """Convert what trains: peft makes copies of modules, and new heads, in the model's precision."""
+    """Convert what trains: peft makes copies of modules, and new heads, in the model's
+    precision.
+    """
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -271,22 +310,32 @@ def freeze_unread(model: nn.Module) -> None:
 
 
 def read_model(
-    auto: Any, name: str, *, new_head: bool = False, wanted: str = "a causal language model", **options: Any
+    auto: Any,
+    name: str,
+    *,
+    new_head: bool = False,
+    wanted: str = "a causal language model",
+    **options: Any,
 ) -> Any:
     """A model of `transformers` from its files, by ``auto.from_pretrained``.
 
     Raises:
-        ValueError: if one of its weights is in no file, unless its head is new; says what kind was ``wanted``.
+        ValueError: if one of its weights is in no file, unless its head is new; says what kind was
+            ``wanted``.
     """
     model, loaded = auto.from_pretrained(name, output_loading_info=True, **options)
     missing = sorted(name for name, _ in model.named_parameters() if name in loaded["missing_keys"])
     if missing and not new_head:
-        raise ValueError(f"{missing[0]} is in none of its files, and would be random; wanted {wanted}")
+        raise ValueError(
+            f"{missing[0]} is in none of its files, and would be random; wanted {wanted}"
+        )
     return model
 
 
 def _convert_and_say(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a model of the caller's in place, and log a line if its weights had another precision."""
+    """Convert a model of the caller's in place, and log a line if its weights had another
+    precision.
+    """
     before = _bytes_by_dtype(model)
     _convert(model, dtype)
     after = _bytes_by_dtype(model)
@@ -316,8 +365,8 @@ def _listed(dtypes: Iterable[torch.dtype]) -> str:
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights in place, as `transformers` would have loaded them.
 
-    It computes rotary frequencies, and other buffers that no file holds, in their own precision: if these were rounded,
-    the rotary angles of late positions would shift.
+    It computes rotary frequencies, and other buffers that no file holds, in their own precision: if
+    these were rounded, the rotary angles of late positions would shift.
     """
     for path, module in model.named_modules():
         in_no_file = module._non_persistent_buffers_set
@@ -339,11 +388,18 @@ def _stays(model: nn.Module, name: str, dtype: torch.dtype | None) -> bool:
 def _classifier_of(architecture: transformers.PretrainedConfig, task: str) -> type[Any]:
     """The generic classifier of `transformers` on the backbone of this architecture."""
     backbone: Any = transformers.AutoModel._model_mapping[type(architecture)]
-    generic: Any = GenericForSequenceClassification if task == "SEQ_CLS" else GenericForTokenClassification
+    generic: Any = (
+        GenericForSequenceClassification if task == "SEQ_CLS" else GenericForTokenClassification
+    )
     name = backbone.__name__.removesuffix("Model") + generic.__name__.removeprefix("Generic")
-    log.warning("%s: transformers has no such class; the saved model can be loaded by burnish alone", name)
-    pretrained = next(kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel"))
-    # As a class of transformers: those of others are to fill the buffers that no file holds themselves.
+    log.warning(
+        "%s: transformers has no such class; the saved model can be loaded by burnish alone", name
+    )
+    pretrained = next(
+        kind for kind in backbone.__mro__ if kind.__name__.endswith("PreTrainedModel")
+    )
+    # As a class of transformers: those of others are to fill the buffers that no file holds
+    # themselves.
     members = {"config_class": type(architecture), "__module__": pretrained.__module__}
     return type(name, (generic, pretrained), members)
 
@@ -356,24 +412,36 @@ def _quantization(config: Common) -> dict[str, Any]:
     if config.quantize is None:
         return {}
     if find_spec("bitsandbytes") is None:
-        raise ValueError("quantize: needs bitsandbytes, which is not installed; pip install bitsandbytes")
+        raise ValueError(
+            "quantize: needs bitsandbytes, which is not installed; pip install bitsandbytes"
+        )
     fields: dict[str, Any]
     if config.quantize == "4bit":
         fields = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_compute_dtype": torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+            "bnb_4bit_compute_dtype": torch.bfloat16
+            if config.dtype == "bfloat16"
+            else torch.float32,
         }
     else:
         fields = {"load_in_8bit": True}
-    built = build("quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields)
+    built = build(
+        "quantize_kwargs", transformers.BitsAndBytesConfig, config.quantize_kwargs, **fields
+    )
     return {"quantization_config": built}
 
 
 def save_model(
-    policy: Backbone, tokenizer: transformers.PreTrainedTokenizerBase, directory: Path, *, write: bool = True
+    policy: Backbone,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    directory: Path,
+    *,
+    write: bool = True,
 ) -> None:
-    """Write ``model`` and, of a policy with adapters, ``adapter`` under a run's directory; see `write_model`."""
+    """Write ``model`` and, of a policy with adapters, ``adapter`` under a run's directory; see
+    `write_model`.
+    """
     write_model(policy, tokenizer, directory / "model", directory / "adapter", write=write)
 
 
@@ -385,17 +453,19 @@ def write_model(
     *,
     write: bool = True,
 ) -> None:
-    """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters also on their own.
+    """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters
+    also on their own.
 
-    Weights are rounded to the dtype in which `load_model` found them, however they were trained: a bfloat16 model stays
-    one, of the same size, and ``weights_dtype: bfloat16`` makes one. After a run in float64 they stay float64; those of
-    a model that it did not load are not rounded. No file is larger than 5 GB, unless one weight is. The policy itself
-    is not changed.
+    Weights are rounded to the dtype in which `load_model` found them, however they were trained: a
+    bfloat16 model stays one, of the same size, and ``weights_dtype: bfloat16`` makes one. After a
+    run in float64 they stay float64; those of a model that it did not load are not rounded. No file
+    is larger than 5 GB, unless one weight is. The policy itself is not changed.
 
     Args:
         target: directory of the model.
         adapter: directory of the adapters alone; None leaves them out.
-        write: true on one rank. All that hold shards of the policy call this; weights are gathered one by one.
+        write: true on one rank. All that hold shards of the policy call this; weights are gathered
+            one by one.
     """
     if not write and not is_sharded(policy):
         return
@@ -415,7 +485,9 @@ def write_model(
 
 
 def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
-    """Write the tokenizer without how its files were found: on disk or on the Hub, with a network or without one."""
+    """Write the tokenizer without how its files were found: on disk or on the Hub, with a network
+    or without one.
+    """
     plain = copy.copy(tokenizer)
     plain.init_kwargs = dict(tokenizer.init_kwargs)
     for how_found in ("is_local", "local_files_only"):
@@ -424,9 +496,13 @@ def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
-    """Write the policy's adapter alone; the reference's, which the model may hold too, is left out."""
+    """Write the policy's adapter alone; the reference's, which the model may hold too, is left
+    out.
+    """
     kept = re.compile("lora_|_to_save|token_ad")
-    weights = {name: whole(tensor) for name, tensor in model.state_dict().items() if kept.search(name)}
+    weights = {
+        name: whole(tensor) for name, tensor in model.state_dict().items() if kept.search(name)
+    }
     if write:
         model.save_pretrained(
             str(directory),
@@ -435,7 +511,8 @@ def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
             save_embedding_layers=False,
         )
         plain: Any = model.get_base_model()
-        if plain.can_generate():  # for a run that goes on with the adapter: its base has other end tokens
+        # for a run that goes on with the adapter: its base has other end tokens
+        if plain.can_generate():
             plain.generation_config.save_pretrained(directory)
 
 
@@ -459,7 +536,8 @@ def named_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy, or of its model, under the names of transformers, adapters merged.
 
-    Weights of a sharded policy are gathered one by one: all ranks take part, and none holds more than one whole weight.
+    Weights of a sharded policy are gathered one by one: all ranks take part, and none holds more
+    than one whole weight.
 
     Args:
         dtype: of floating-point weights; without it, they keep theirs.
@@ -481,7 +559,9 @@ def named_weights(
             yield name, _gathered(weight, None if kept else dtype)
 
 
-def adapter_weights(policy: Backbone, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def adapter_weights(
+    policy: Backbone, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of a policy's adapter alone, under peft's names; see `named_weights`."""
     for name, weight in get_peft_model_state_dict(policy.model).items():
         yield name, _gathered(weight, dtype)
@@ -503,12 +583,16 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def detached_copy(policy: Backbone) -> nn.Module:
-    """A plain copy of the model, adapters merged. All ranks gather the weights of a sharded model."""
+    """A plain copy of the model, adapters merged. All ranks gather the weights of a sharded
+    model.
+    """
     copied: Any
     if not is_sharded(policy):
         copied = copy.deepcopy(policy.model)
         return copied.merge_and_unload() if isinstance(copied, PeftModel) else copied  # type: ignore[no-any-return]
-    copied = _assembled(policy.plain, {name: tensor.clone() for name, tensor in named_weights(policy)})
+    copied = _assembled(
+        policy.plain, {name: tensor.clone() for name, tensor in named_weights(policy)}
+    )
     # Buffers that no state_dict holds, such as rotary frequencies.
     for path, module in policy.plain.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():

@@ -1,12 +1,12 @@
 """The fused output head: hidden states in, log-probs of the targets out, no logits in between.
 
-`fuse` adds calls to a model's output embedding: ``head(hidden, target=...)`` and, for sampling, ``head(hidden,
-exact_logits=True)``. Both round the same factors (`burnish.kernels`). It stays the same module with the same parameters
-under the same names, so hooks of DDP and FSDP fire, tied weights stay tied, and the model saves, loads and generates as
-before.
+`fuse` adds calls to a model's output embedding: ``head(hidden, target=...)`` and, for sampling,
+``head(hidden, exact_logits=True)``. Both round the same factors (`burnish.kernels`). It stays the
+same module with the same parameters under the same names, so hooks of DDP and FSDP fire, tied
+weights stay tied, and the model saves, loads and generates as before.
 
-Weights are looked up at every call: peft switches, disables and merges adapters, and FSDP's weights are whole only
-within the call.
+Weights are looked up at every call: peft switches, disables and merges adapters, and FSDP's weights
+are whole only within the call.
 """
 
 import functools
@@ -42,14 +42,15 @@ from .sharding import local, whole
 
 log = logging.getLogger(__name__)
 
-# Factors that Hugging Face architectures multiply the logits by, by the name in their config; logits_scaling divides.
-# Then some cap them.
+# Factors that Hugging Face architectures multiply the logits by, by the name in their config;
+# logits_scaling divides. Then some cap them.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = (Tensor, nn.Parameter, DTensor, FakeTensor)
-_LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")  # subclasses of these compute something else
+# subclasses of these compute something else
+_LORA = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 
 
 class CannotFuse(Exception):
@@ -57,7 +58,9 @@ class CannotFuse(Exception):
 
 
 def logit_transform(config: Any) -> LogitTransform:
-    """Logit scale and soft cap of an architecture, from its Hugging Face config; `Policy` checks them on a probe."""
+    """Logit scale and soft cap of an architecture, from its Hugging Face config; `Policy` checks
+    them on a probe.
+    """
     scale = math.prod(getattr(config, name, None) or 1.0 for name in _MULTIPLIERS)
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)
     softcap: float | None = None
@@ -68,10 +71,11 @@ def logit_transform(config: Any) -> LogitTransform:
 
 @dataclass(frozen=True)
 class TeacherOutputs:
-    """A teacher's distributions at the trained tokens of a batch, and their divergence from a student's.
+    """A teacher's distributions at the trained tokens of a batch, and their divergence from a
+    student's.
 
-    Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k`` likeliest tokens: their ids
-    and log-probs, [tokens, k] each, at this temperature.
+    Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k``
+    likeliest tokens: their ids and log-probs, [tokens, k] each, at this temperature.
     """
 
     beta: float
@@ -94,7 +98,8 @@ class TeacherOutputs:
         if teacher_logits is None:
             assert self.hidden is not None and self.head is not None
             teacher_logits = linear_logits(self.hidden, self.head)
-        vocab = min(logits.shape[1], teacher_logits.shape[1])  # further rows of one of the two are padding
+        # further rows of one of the two are padding
+        vocab = min(logits.shape[1], teacher_logits.shape[1])
         logp = self._log_softmax(logits[:, :vocab])
         teacher_logp = self._log_softmax(teacher_logits[:, :vocab])
         return generalized_jsd(logp, teacher_logp, beta=self.beta)[0]
@@ -111,7 +116,9 @@ class TeacherOutputs:
 
 
 class Outputs(NamedTuple):
-    """Result of one forward pass: `burnish.kernels.Logprobs` of the trained tokens and two more, each [tokens]."""
+    """Result of one forward pass: `burnish.kernels.Logprobs` of the trained tokens and two more,
+    each [tokens].
+    """
 
     logprob: Tensor
     entropy: Tensor
@@ -122,16 +129,26 @@ class Outputs(NamedTuple):
     rank: Tensor | None = None
     top_k: TopK | None = None
     divergence: Tensor | None = None  # from the teacher's distribution
-    value: Tensor | None = None  # of the state that the token is chosen in, by the value head or the critic
+    # of the state that the token is chosen in, by the value head or the critic
+    value: Tensor | None = None
 
 
-# With the parts of DTensor that torch's `ColwiseParallel` applies to a head's output, which leave it unchanged.
-_AS_DTENSOR = {"placements": None, "redistribute": lambda self, **layout: self, "to_local": lambda self: self}
+# With the parts of DTensor that torch's `ColwiseParallel` applies to a head's output, which leave
+# it unchanged.
+_AS_DTENSOR = {
+    "placements": None,
+    "redistribute": lambda self, **layout: self,
+    "to_local": lambda self: self,
+}
 _Replicated = type("_Replicated", (Outputs,), _AS_DTENSOR)
 
 
-def from_logits(logits: Tensor, target: Tensor, teacher: TeacherOutputs | None, **options: Any) -> Outputs:
-    """The outputs of a head that is no linear map, with the ``options`` of `burnish.kernels.logits_logprob`."""
+def from_logits(
+    logits: Tensor, target: Tensor, teacher: TeacherOutputs | None, **options: Any
+) -> Outputs:
+    """The outputs of a head that is no linear map, with the ``options`` of
+    `burnish.kernels.logits_logprob`.
+    """
     divergence = None if teacher is None else teacher.divergence(logits)
     return Outputs(*logits_logprob(logits, target, **options), divergence=divergence)
 
@@ -143,12 +160,14 @@ class _Kernel(NamedTuple):
     keep_bytes: int | None
 
 
-def fuse(head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None) -> None:
-    """Make ``head(hidden, target=..., temperature=..., teacher=...)`` return `Outputs`, and ``head(hidden,
-    exact_logits=True)`` logits [N, V] in float32.
+def fuse(
+    head: nn.Module, transform: LogitTransform, backend: Backend, keep_bytes: int | None = None
+) -> None:
+    """Make ``head(hidden, target=..., temperature=..., teacher=...)`` return `Outputs`, and
+    ``head(hidden, exact_logits=True)`` logits [N, V] in float32.
 
-    If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of transformers, every
-    rank gets the result for the whole vocabulary.
+    If its vocabulary is split over ranks, by torch's `ColwiseParallel` or the tensor parallelism of
+    transformers, every rank gets the result for the whole vocabulary.
 
     Args:
         backend, keep_bytes: of the kernels.
@@ -173,7 +192,9 @@ def _forward(
     teacher: TeacherOutputs | None = None,
     exact_logits: bool = False,
 ) -> Any:
-    """In place of the head's own ``forward``, which it is where neither targets nor exact logits are asked for."""
+    """In place of the head's own ``forward``, which it is where neither targets nor exact logits
+    are asked for.
+    """
     if target is None and not exact_logits:
         return original(hidden, *args)
     try:
@@ -200,7 +221,8 @@ def _forward(
     if teacher is not None and teacher.top_k is not None:
         divergence = _top_k_divergence(states, factors, teacher, kernel)
     elif teacher is not None and teacher.hidden is not None:
-        student = operands(head, transform, hidden)  # whole: the divergence needs all of the vocabulary on each rank
+        # whole: the divergence needs all of the vocabulary on each rank
+        student = operands(head, transform, hidden)
         divergence = _full_divergence(states, student, teacher, kernel)
     elif teacher is not None:  # its head is no linear map: only logits can be compared
         divergence = teacher.divergence(transform(whole(original(hidden, *args))))
@@ -209,15 +231,21 @@ def _forward(
     return kind(logprob.clone(), *others, divergence)
 
 
-def _top_k_divergence(states: Tensor, factors: Head, teacher: TeacherOutputs, kernel: _Kernel) -> Tensor:
+def _top_k_divergence(
+    states: Tensor, factors: Head, teacher: TeacherOutputs, kernel: _Kernel
+) -> Tensor:
     """The divergence from a teacher of which the likeliest tokens are known."""
     assert teacher.top_k is not None
     ids, _ = teacher.top_k
-    logp = linear_logprob(states, factors, ids, temperature=teacher.temperature, backend=kernel.backend).logprob
+    logp = linear_logprob(
+        states, factors, ids, temperature=teacher.temperature, backend=kernel.backend
+    ).logprob
     return teacher.from_top_k(logp)
 
 
-def _full_divergence(states: Tensor, student: Head, teacher: TeacherOutputs, kernel: _Kernel) -> Tensor:
+def _full_divergence(
+    states: Tensor, student: Head, teacher: TeacherOutputs, kernel: _Kernel
+) -> Tensor:
     """The divergence from a teacher whose hidden states and head are known."""
     assert teacher.hidden is not None and teacher.head is not None
     return linear_divergence(
@@ -237,16 +265,20 @@ def _warn(reason: str) -> None:
     log.warning("log-probs are taken from full logits: %s", reason)
 
 
-def operands(head: nn.Module, transform: LogitTransform, hidden: Tensor | None = None, *, gather: bool = True) -> Head:
+def operands(
+    head: nn.Module, transform: LogitTransform, hidden: Tensor | None = None, *, gather: bool = True
+) -> Head:
     """The head as the kernels take it.
 
     Args:
-        hidden: the states that the head is applied to; checked to match how the head is split over ranks.
+        hidden: the states that the head is applied to; checked to match how the head is split over
+            ranks.
         gather: a split head from all ranks, or take this rank's part.
 
     Raises:
         CannotFuse: if the head is not a linear map now.
-        ValueError: if the weight is split and ranks may have different hidden states, or the other way round.
+        ValueError: if the weight is split and ranks may have different hidden states, or the other
+            way round.
     """
     parts = _parts(head)
     shard: Shard | None = None
@@ -262,12 +294,15 @@ def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:
     """This rank's part of a split vocabulary; None if it is not split.
 
     Raises:
-        ValueError: if ranks may have different hidden states, or the weight is split in another way.
+        ValueError: if ranks may have different hidden states, or the weight is split in another
+            way.
     """
     split = weight.placements if isinstance(weight, DTensor) else ()
     is_whole = all(placement.is_replicate() for placement in split)
     by_vocabulary = split == (Split(0),)
-    if not (is_whole or by_vocabulary) or not _same_on_ranks(head, weight, hidden, is_whole=is_whole):
+    if not (is_whole or by_vocabulary) or not _same_on_ranks(
+        head, weight, hidden, is_whole=is_whole
+    ):
         weights = getattr(weight, "placements", "plain")
         states = getattr(hidden, "placements", "plain")
         raise ValueError(
@@ -286,14 +321,16 @@ def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:
 def _same_on_ranks(head: nn.Module, weight: Tensor, hidden: Tensor, *, is_whole: bool) -> bool:
     """True if hidden states are the same on all ranks that hold a part of the weight."""
     if not isinstance(hidden, DTensor):
-        # transformers' tensor parallelism marks its modules so: their hidden states are the same on all ranks.
+        # transformers' tensor parallelism marks its modules so: their hidden states are the same on
+        # all ranks.
         return is_whole or any(hasattr(part, "_is_hooked") for part in head.modules())
     meshes = {tensor.device_mesh for tensor in (weight, hidden) if isinstance(tensor, DTensor)}
     return len(meshes) == 1 and all(placement.is_replicate() for placement in hidden.placements)
 
 
 def _parts(head: Any) -> Head:
-    """Weight, bias and LoRA factors that are active now, without the wrappers of peft and bitsandbytes.
+    """Weight, bias and LoRA factors that are active now, without the wrappers of peft and
+    bitsandbytes.
 
     Raises:
         CannotFuse: if the head is not a linear map.
@@ -303,20 +340,27 @@ def _parts(head: Any) -> Head:
     forward = type(head).forward  # of the class: the module's own may be ours, see `fuse`
     if forward.__module__ in _LORA:
         return _lora(head)
-    if forward.__module__ == "bitsandbytes.nn.modules" and forward.__qualname__ == "Linear4bit.forward":
+    if (
+        forward.__module__ == "bitsandbytes.nn.modules"
+        and forward.__qualname__ == "Linear4bit.forward"
+    ):
         return Head(_dequantized(head), head.bias)
     # A subclass, or another type of tensor, may compute something else.
     if forward is not nn.Linear.forward or type(head.weight) not in _TENSORS:
         raise CannotFuse(f"output head is {type(head).__name__}")
     if head.weight.dtype not in _FLOATS or head.weight.is_meta:
-        raise CannotFuse(f"weights of the output head are {head.weight.dtype} on {head.weight.device}")
+        raise CannotFuse(
+            f"weights of the output head are {head.weight.dtype} on {head.weight.device}"
+        )
     return Head(head.weight, head.bias)
 
 
 def _active_copy(head: ModulesToSaveWrapper) -> nn.Module:
     """The copy of the head that trains with the active adapter, or the original."""
     names = head.active_adapters
-    active = names and not head.disable_adapters and all(name in head.modules_to_save for name in names)
+    active = (
+        names and not head.disable_adapters and all(name in head.modules_to_save for name in names)
+    )
     copy: nn.Module = head.modules_to_save[names[0]] if active else head.original_module
     return copy
 
@@ -368,7 +412,8 @@ def _dequantized(layer: Any) -> Tensor:
     """The weight that the 4-bit layer multiplies by."""
     from bitsandbytes.functional import dequantize_4bit
 
-    state = getattr(layer.weight, "quant_state", None) or layer.quant_state  # FSDP makes new parameters without it
+    # FSDP makes new parameters without it
+    state = getattr(layer.weight, "quant_state", None) or layer.quant_state
     repacked = getattr(state, "packing_format_for_cpu", False)  # which evaluation does on some CPUs
     if state is None or repacked:
         raise CannotFuse("weights of the output head are 4-bit, packed in a way that can't be read")

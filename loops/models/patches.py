@@ -10,15 +10,17 @@
     never_repack           a flag of bitsandbytes' 4-bit layers         repacked weights can't be trained        never
     load_weights_by        ``PreTrainedModel._load_pretrained_model``   sharded ranks don't read whole files     at exit
     wrap_attention         ``ALL_ATTENTION_FUNCTIONS.get_interface``    the ranks of a context-parallel group    never
-                                                                        exchange states around any attention
+                                                                        exchange states around any
+                                                                        attention
     without_values         ``PreTrainedModel.from_pretrained``,         a simulation reads no weights, and       at exit
                            ``nn.Module._apply``,                        fake tensors can't be swapped
                            ``UntypedStorage.resize_``
 
-A module keeps what was replaced for as long as it lives, also when it is copied or pickled. `wrap_attention` leaves
-modules alone that it was not told of. transformers offers no hook for the private methods up to 5.23, torch none up to
-2.13: look there first when one of them breaks in a newer version. `replace_forward` also wraps what others replaced
-before, such as the hooks of Accelerate.
+A module keeps what was replaced for as long as it lives, also when it is copied or pickled.
+`wrap_attention` leaves modules alone that it was not told of. transformers offers no hook for the
+private methods up to 5.23, torch none up to 2.13: look there first when one of them breaks in a
+newer version. `replace_forward` also wraps what others replaced before, such as the hooks of
+Accelerate.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,10 +38,12 @@ Function = Callable[..., Any]
 
 
 def replace_forward(module: Any, forward: Function, *arguments: Any) -> None:
-    """Let ``module(...)`` compute ``forward(module, *arguments, original, ...)``, where ``original`` is what it did.
+    """Let ``module(...)`` compute ``forward(module, *arguments, original, ...)``, where
+    ``original`` is what it did.
 
-    The module stays the same object of the same class: hooks of DDP and FSDP fire, names and ties stay. One that was
-    given the same ``forward`` before gets the new arguments and keeps the first original.
+    The module stays the same object of the same class: hooks of DDP and FSDP fire, names and ties
+    stay. One that was given the same ``forward`` before gets the new arguments and keeps the first
+    original.
     """
     # A partial, not a closure, so that a copied or unpickled module calls itself.
     original = vars(module).get("forward", partial(type(module).forward, module))
@@ -60,8 +64,12 @@ def compute_locally(module: Any, gradient: Placement) -> None:
     def locally(*args: Any, **kwargs: Any) -> Any:
         held = {name: each for name, each in module._parameters.items() if each is not None}
         if any(each.placements != (Replicate(),) for each in held.values()):
-            raise RuntimeError(f"{type(module).__name__}: FSDP gathers weights for what `shard` was given; call that")
-        module._parameters |= {name: each.to_local(grad_placements=[gradient]) for name, each in held.items()}
+            raise RuntimeError(
+                f"{type(module).__name__}: FSDP gathers weights for what `shard` was given; call that"
+            )
+        module._parameters |= {
+            name: each.to_local(grad_placements=[gradient]) for name, each in held.items()
+        }
         try:
             return forward(*args, **kwargs)
         finally:
@@ -90,14 +98,19 @@ def never_repack(model: nn.Module) -> None:
 
 @contextmanager
 def load_weights_by(load: Function) -> Iterator[None]:
-    """Context in which ``from_pretrained`` fills a model by ``load(original, model, state_dict, files, options)``."""
+    """Context in which ``from_pretrained`` fills a model by
+    ``load(original, model, state_dict, files, options)``.
+    """
     original = PreTrainedModel._load_pretrained_model
-    with _replaced(PreTrainedModel, "_load_pretrained_model", staticmethod(partial(load, original))):
+    with _replaced(
+        PreTrainedModel, "_load_pretrained_model", staticmethod(partial(load, original))
+    ):
         yield
 
 
 def wrap_attention(wrapper: Function) -> None:
-    """Let every attention function of `transformers` be called by ``wrapper(attention, module, ...)``.
+    """Let every attention function of `transformers` be called by
+    ``wrapper(attention, module, ...)``.
 
     Its name stays what it was: transformers makes masks by it.
     """
@@ -112,12 +125,15 @@ def _choose(wrapper: Function, choose: Function, *args: Any, **kwargs: Any) -> F
 
 
 @contextmanager
-def without_values(make: Function, resized: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
+def without_values(
+    make: Function, resized: Callable[[torch.UntypedStorage, int], None]
+) -> Iterator[None]:
     """Context for models whose tensors have shapes and no values.
 
     Args:
         make: ``make(kind, name, ...)`` takes the place of ``kind.from_pretrained(name, ...)``.
-        resized: is told of each storage that was resized, and its size: so FSDP lets go of gathered weights.
+        resized: is told of each storage that was resized, and its size: so FSDP lets go of gathered
+            weights.
     """
     resize = torch.UntypedStorage.resize_
 

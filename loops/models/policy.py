@@ -1,6 +1,8 @@
-"""A Hugging Face causal language model for objectives: a batch in, one log-prob per trained token out.
+"""A Hugging Face causal language model for objectives: a batch in, one log-prob per trained token
+out.
 
-A probe tests at creation whether its head can be fused; if not, it falls back to full logits, with one log line.
+A probe tests at creation whether its head can be fused; if not, it falls back to full logits, with
+one log line.
 """
 
 import logging
@@ -14,7 +16,15 @@ from ...kernels import Backend, Extra, LogitTransform
 from ..batch import Batch
 from .backbone import Backbone
 from .context_parallel import split_columns
-from .lm_head import CannotFuse, Outputs, TeacherOutputs, from_logits, fuse, logit_transform, operands
+from .lm_head import (
+    CannotFuse,
+    Outputs,
+    TeacherOutputs,
+    from_logits,
+    fuse,
+    logit_transform,
+    operands,
+)
 from .probe import PROBE, choose_layout, objection
 from .rows import Layout
 from .scorer import Scorer
@@ -29,19 +39,21 @@ class Policy(Backbone):
     """A causal language model with a fused head, and the layout of its input.
 
     Args:
-        model: a `transformers` causal language model, plain or wrapped by peft. Its head is fused in place: parameters,
-            their names and the model's own ``forward`` stay as they are.
-        layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
+        model: a `transformers` causal language model, plain or wrapped by peft. Its head is fused
+            in place: parameters, their names and the model's own ``forward`` stay as they are.
+        layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps
+            sequences apart.
         backend, keep_bytes: of `burnish.kernels.linear_logprob`.
-        value_head: a module from hidden states [tokens, D] to values [tokens, 1], in the precision of its parameters,
-            trained along with the model.
+        value_head: a module from hidden states [tokens, D] to values [tokens, 1], in the precision
+            of its parameters, trained along with the model.
         critic: a model of its own for the values instead, trained along with this one.
-        mesh, param_dtype: see `shard`. All ranks of the mesh make the policy, and call together what computes with
-            it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and ``teacher_outputs``.
+        mesh, param_dtype: see `shard`. All ranks of the mesh make the policy, and call together
+            what computes with it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and
+            ``teacher_outputs``.
 
     Raises:
-        ValueError: if sequences see each other in a layout that was named, or if there is a value head and the model's
-            own head can't be fused.
+        ValueError: if sequences see each other in a layout that was named, or if there is a value
+            head and the model's own head can't be fused.
     """
 
     def __init__(
@@ -60,14 +72,23 @@ class Policy(Backbone):
         self.value_head = value_head
         self.critic = critic
         if mesh is not None:
-            shard(self, mesh, ("hidden", "model_output", "logits", "top_k", "_try_fusing"), param_dtype=param_dtype)
+            shard(
+                self,
+                mesh,
+                ("hidden", "model_output", "logits", "top_k", "_try_fusing"),
+                param_dtype=param_dtype,
+            )
         reason = objection(self.plain, lambda: self._try_fusing(backend, keep_bytes))
         if reason is not None:
-            log.warning("%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason)
+            log.warning(
+                "%s: log-probs are taken from full logits: %s", type(self.plain).__name__, reason
+            )
         self.fused = reason is None
         if value_head is not None and not self.fused:
             name = type(self.plain).__name__
-            raise ValueError(f"policy: the head of {name} can't be fused, and so no value head added")
+            raise ValueError(
+                f"policy: the head of {name} can't be fused, and so no value head added"
+            )
         output = self.hidden if self.fused else self.model_output
         self.layout: Layout = choose_layout(self, layout, output)
         split_columns(self, output)
@@ -107,9 +128,11 @@ class Policy(Backbone):
                 temperature = temperature[rows.mine]
         value = None if self.critic is None else self.critic(batch)
         if self.fused:
-            # The base class's method: FSDP has gathered the weights already, and would let go of them after its own.
+            # The base class's method: FSDP has gathered the weights already, and would let go of
+            # them after its own.
             hidden = super().hidden(rows)
-            # The model's own module, whose ``forward`` `fuse` has replaced: hooks of DDP and FSDP fire in a module.
+            # The model's own module, whose ``forward`` `fuse` has replaced: hooks of DDP and FSDP
+            # fire in a module.
             computed: Outputs = self.head(
                 hidden, target=target, teacher=teacher, temperature=temperature, outputs=outputs
             )
@@ -117,7 +140,9 @@ class Policy(Backbone):
                 value = self._values(self.value_head, hidden)
         else:
             logits = super().model_output(rows)
-            computed = from_logits(logits, target, teacher, temperature=temperature, outputs=outputs)
+            computed = from_logits(
+                logits, target, teacher, temperature=temperature, outputs=outputs
+            )
         fields = {**computed._asdict(), "value": value}  # torch 2.11 can't compile `_replace`
         return self.gathered(Outputs(**fields), rows)
 
@@ -129,7 +154,9 @@ class Policy(Backbone):
         return values
 
     @torch.no_grad()
-    def teacher_outputs(self, batch: Batch, *, beta: float, temperature: float, dense: bool = False) -> TeacherOutputs:
+    def teacher_outputs(
+        self, batch: Batch, *, beta: float, temperature: float, dense: bool = False
+    ) -> TeacherOutputs:
         """The distributions of this policy, as a teacher, at the trained tokens of the batch.
 
         Args:
@@ -145,8 +172,12 @@ class Policy(Backbone):
         return TeacherOutputs(beta, temperature, logits=self.gathered(logits, rows))
 
     @torch.no_grad()
-    def top_k(self, batch: Batch, *, k: int, temperature: float, vocab: int) -> tuple[Tensor, Tensor]:
-        """Ids and log-probs [tokens, k] of the likeliest of the first ``vocab`` tokens, at every trained token."""
+    def top_k(
+        self, batch: Batch, *, k: int, temperature: float, vocab: int
+    ) -> tuple[Tensor, Tensor]:
+        """Ids and log-probs [tokens, k] of the likeliest of the first ``vocab`` tokens, at every
+        trained token.
+        """
         rows = self.arranged(batch.examples, self.layout)
         states = super().hidden(rows) if self.fused else super().model_output(rows)
         ids, logps = [], []
@@ -159,7 +190,9 @@ class Policy(Backbone):
         return self.gathered((torch.cat(ids), torch.cat(logps)), rows)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [tokens, V] of a fused head, in float32, as log-probs use them, without gradients."""
+        """Logits [tokens, V] of a fused head, in float32, as log-probs use them, without
+        gradients.
+        """
         logits: Tensor = self.head(hidden, exact_logits=True)
         return logits
 
@@ -179,13 +212,15 @@ class Policy(Backbone):
                 fuse(self.head, self.transform, backend, keep_bytes)
                 fused = self.head(hidden, target=target).logprob
             expected = logits.double().log_softmax(-1).gather(1, target[:, None])[:, 0]
-            # The two may differ only by rounding of the logits, which some models convert to float32 after it.
+            # The two may differ only by rounding of the logits, which some models convert to
+            # float32 after it.
             rounded = [logits, hidden, *self.head.parameters()]
             dtypes = {each.dtype for each in rounded if each.is_floating_point()}
             if not exact:
                 dtypes.add(torch.bfloat16)
             eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-            # 8 roundings of the largest logit: of its factors, its sum, its scale and cap, in each of the two.
+            # 8 roundings of the largest logit: of its factors, its sum, its scale and cap, in each
+            # of the two.
             tolerance = 8 * eps * logits.abs().max().double().clamp(min=1.0) + 1e-5
             if not torch.all((fused.double() - expected).abs() <= tolerance):
                 raise CannotFuse("its logits are not a known function of its last hidden state")
@@ -202,7 +237,9 @@ class Policy(Backbone):
         """
         if self.head is None:
             if not self.plain.can_generate():
-                raise ValueError(f"policy: wanted a causal language model, got {type(self.plain).__name__}")
+                raise ValueError(
+                    f"policy: wanted a causal language model, got {type(self.plain).__name__}"
+                )
             raise CannotFuse("it has no output embedding")
         if self.plain.base_model is self.plain:
             raise CannotFuse("transformers does not say what is below its head")

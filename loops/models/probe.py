@@ -1,6 +1,8 @@
-"""Probe with a few tokens which inputs a model supports, instead of keeping a list of architectures.
+"""Probe with a few tokens which inputs a model supports, instead of keeping a list of
+architectures.
 
-In a deep model only the first layers are probed: layers of one kind treat masks, positions and caches alike.
+In a deep model only the first layers are probed: layers of one kind treat masks, positions and
+caches alike.
 """
 
 import logging
@@ -35,7 +37,8 @@ REFUSALS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, As
 
 
 def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
-    """The probe's objection to a `transformers` model: None if the first layers pass, else that of the whole model.
+    """The probe's objection to a `transformers` model: None if the first layers pass, else that of
+    the whole model.
 
     A model may refuse to run without its other layers, so only the whole model's refusal counts.
     """
@@ -46,16 +49,19 @@ def objection(plain: nn.Module, probe: Callable[[], str | None]) -> str | None:
 
 
 def without_values(plain: nn.Module) -> bool:
-    """True for a model in a simulation, whose tensors have shapes alone: nothing can be compared."""
+    """True for a model in a simulation, whose tensors have shapes alone: nothing can be
+    compared.
+    """
     return any(isinstance(local(parameter), FakeTensor) for parameter in plain.parameters())
 
 
 @contextmanager
 def shortened(plain: Any) -> Iterator[bool]:
-    """Context in which a `transformers` model ends after its first layers, at least two and one of every kind.
+    """Context in which a `transformers` model ends after its first layers, at least two and one of
+    every kind.
 
-    Nothing is copied. Yields True if any layer is left out; none is if the list of layers is not found, and under FSDP,
-    which records at the first pass which parameters to gather.
+    Nothing is copied. Yields True if any layer is left out; none is if the list of layers is not
+    found, and under FSDP, which records at the first pass which parameters to gather.
     """
     path = layer_list(plain)
     if path is None or any(isinstance(parameter, DTensor) for parameter in plain.parameters()):
@@ -85,7 +91,9 @@ def layer_list(plain: Any) -> str | None:
 
 
 def _kind(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that compute the same function of their input, but for the values of their weights."""
+    """Equal for layers that compute the same function of their input, but for the values of their
+    weights.
+    """
     modules = [(path, type(module), _settings(module)) for path, module in layer.named_modules()]
     tensors = [(path, tensor.shape, tensor.dtype) for path, tensor in layer.named_parameters()]
     return *modules, *tensors
@@ -100,11 +108,15 @@ def _settings(module: nn.Module) -> frozenset[tuple[str, Any]]:
     return frozenset(settings.items())
 
 
-def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: Callable[[Rows], Tensor]) -> Layout:
-    """The wanted layout, or the fastest one in which this model's ``output`` keeps sequences apart on a probe.
+def choose_layout(
+    backbone: Backbone, wanted: Layout | Literal["auto"], output: Callable[[Rows], Tensor]
+) -> Layout:
+    """The wanted layout, or the fastest one in which this model's ``output`` keeps sequences apart
+    on a probe.
 
     Raises:
-        ValueError: if sequences see each other in the wanted layout, or tokens see later ones of their own sequence.
+        ValueError: if sequences see each other in the wanted layout, or tokens see later ones of
+            their own sequence.
     """
     name = type(backbone.plain).__name__
     worth_trying = _layouts_to_try(backbone.plain.config.get_text_config())
@@ -118,14 +130,18 @@ def choose_layout(backbone: Backbone, wanted: Layout | Literal["auto"], output: 
                 f"model: {name} is no causal language model: a later token changes the log-probs of those before it; "
                 "give one with causal attention (a config of an encoder, such as BERT's, may have is_decoder for that)"
             )
-        if reason is None or layout == "padded":  # the row for each sequence that `transformers` documents
+        # the row for each sequence that `transformers` documents
+        if reason is None or layout == "padded":
             return layout
         log.info("%s: %s rows would mix sequences", name, layout)
-    raise ValueError(f"policy: layout {wanted!r} lets the sequences of {name} see each other; use 'auto'")
+    raise ValueError(
+        f"policy: layout {wanted!r} lets the sequences of {name} see each other; use 'auto'"
+    )
 
 
 def _layouts_to_try(config: Any) -> list[Layout]:
-    """The layouts that a probe can judge: windows and recurrences reach further than its few tokens.
+    """The layouts that a probe can judge: windows and recurrences reach further than its few
+    tokens.
 
     Sliding windows count slots of the row, not positions, which in shared rows are not the same.
     """
@@ -134,7 +150,9 @@ def _layouts_to_try(config: Any) -> list[Layout]:
         all_see_everything = kinds == {"full_attention"}
     else:
         kinds = {"full_attention"}
-        windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+        windowed = getattr(config, "sliding_window", None) and getattr(
+            config, "use_sliding_window", True
+        )
         all_see_everything = not windowed
     layouts: list[Layout] = ["padded"]
     if kinds <= {"full_attention", "sliding_attention"}:
@@ -144,10 +162,10 @@ def _layouts_to_try(config: Any) -> list[Layout]:
     return layouts
 
 
-# How far two runs may be apart, as a share of the norm of what they compute. Layers amplify rounding, half precision's
-# most of all; a wrong position or mask changes half of the norm or more, so anything well below that tells the two
-# apart. The same tokens in rows of another layout meet products of other shapes, and round otherwise than the same
-# rows with other neighbors do.
+# How far two runs may be apart, as a share of the norm of what they compute. Layers amplify
+# rounding, half precision's most of all; a wrong position or mask changes half of the norm or more,
+# so anything well below that tells the two apart. The same tokens in rows of another layout meet
+# products of other shapes, and round otherwise than the same rows with other neighbors do.
 _SAME_ROWS = 1e-4
 _SAME_ROWS_IN_HALVES = 0.05
 _OTHER_ROWS = 1e-3
@@ -158,9 +176,10 @@ _OTHER_ROWS_IN_HALVES = 0.35
 def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
     """Return the reason if this layout can't be used.
 
-    The token before two completions to one prompt must not see them, other tokens in one sequence must not change
-    another, and all must agree with the padded run: up to rounding, which in half precision may be as large as what a
-    randomly initialized model computes from other tokens at all, so it is compared with that, too.
+    The token before two completions to one prompt must not see them, other tokens in one sequence
+    must not change another, and all must agree with the padded run: up to rounding, which in half
+    precision may be as large as what a randomly initialized model computes from other tokens at
+    all, so it is compared with that, too.
     """
     other_tokens = [
         PROBE[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]]),
@@ -188,14 +207,20 @@ def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Ten
 
     same_rows = _SAME_ROWS if exact else _SAME_ROWS_IN_HALVES
     other_rows = _OTHER_ROWS if exact else _OTHER_ROWS_IN_HALVES
-    # Each prompt's end, read for its two completions. The rounding of experts depends on how many tokens they get.
+    # Each prompt's end, read for its two completions. The rounding of experts depends on how many
+    # tokens they get.
     first, second = expected[[0, 7]], expected[[4, 10]]
-    if backbone.read == "before" and not first.isnan().any() and not agree(first, second, [0, 7], same_rows):
+    if (
+        backbone.read == "before"
+        and not first.isnan().any()
+        and not agree(first, second, [0, 7], same_rows)
+    ):
         return _LOOKS_AHEAD
     if not runs:
         return None
     before, after = (run.double() for run in runs)
-    untouched = slice(4, 7)  # the second completion of the first example: its prompt is the same in both
+    # the second completion of the first example: its prompt is the same in both
+    untouched = slice(4, 7)
     kept_apart = agree(before[untouched], after[untouched], untouched, same_rows)
     as_padded = agree(before, expected, slice(None), other_rows)
     return None if kept_apart and as_padded else "sequences see each other"

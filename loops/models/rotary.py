@@ -1,7 +1,8 @@
 """Rotary frequencies that depend on the length of a sequence, for each sequence by itself.
 
-`transformers` chooses them by the highest position in the batch (``rope_type`` longrope, dynamic), and dynamic ones
-also by those of earlier batches. Here each sequence of a row gets those that it would get alone, in a fresh model.
+`transformers` chooses them by the highest position in the batch (``rope_type`` longrope, dynamic),
+and dynamic ones also by those of earlier batches. Here each sequence of a row gets those that it
+would get alone, in a fresh model.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ def rotate_by_sequence(model: nn.Module) -> int | None:
     """Let the rotary embeddings of a model compute each sequence by itself.
 
     Returns:
-        The length up to which all sequences have the same frequencies; None if all of any length have.
+        The length up to which all sequences have the same frequencies; None if all of any length
+        have.
     """
     limits: list[int] = []
     for module in model.modules():
@@ -32,7 +34,9 @@ def rotate_by_sequence(model: nn.Module) -> int | None:
 
 
 def _rope_types(module: Any) -> dict[str | None, str]:
-    """The kind of frequencies of a rotary embedding, by the type of layer; None where all layers have one kind."""
+    """The kind of frequencies of a rotary embedding, by the type of layer; None where all layers
+    have one kind.
+    """
     if not hasattr(module, "original_max_seq_len"):
         return {}
     kinds = getattr(module, "rope_type", None)
@@ -57,9 +61,15 @@ def _limit(module: Any, layer: str | None) -> int:
 
 
 def _forward(
-    module: Any, original: Callable[..., Any], x: Tensor, position_ids: Tensor, layer_type: str | None = None
+    module: Any,
+    original: Callable[..., Any],
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
 ) -> Any:
-    """In place of the module's own ``forward``, which it calls once for each length of a sequence."""
+    """In place of the module's own ``forward``, which it calls once for each length of a
+    sequence.
+    """
     kind = _rope_types(module)[layer_type]
     of_layer = {} if layer_type is None else {"layer_type": layer_type}
     if not _varies(kind):
@@ -80,7 +90,9 @@ def _forward(
     return result
 
 
-def _forget_last_batch(module: Any, layer_type: str | None, limit: int, device: torch.device) -> None:
+def _forget_last_batch(
+    module: Any, layer_type: str | None, limit: int, device: torch.device
+) -> None:
     """Reset what a dynamic embedding keeps of the longest sequence that it has seen."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     fresh = getattr(module, f"{prefix}original_inv_freq")

@@ -8,12 +8,13 @@ Only this file knows about padding, packing and shared prompts:
     shared   prompt + completion_1 + ... + completion_G once per example; position ids restart after the prompt, and a
              4-D mask lets each completion see the prompt and itself only
 
-Hidden states, and therefore losses, gradients and metrics, are the same in all three, up to rounding. They differ in
-the number of token positions that the model computes, and of pairs of them: the mask of a shared row is dense, of the
-width squared, but under FlexAttention (``attention: flex_attention``), which leaves out blocks that see nothing.
+Hidden states, and therefore losses, gradients and metrics, are the same in all three, up to
+rounding. They differ in the number of token positions that the model computes, and of pairs of
+them: the mask of a shared row is dense, of the width squared, but under FlexAttention
+(``attention: flex_attention``), which leaves out blocks that see nothing.
 
-A policy reads each trained token one position before it, where it is predicted; a scorer reads it at its own position,
-the end of a completion or of a step.
+A policy reads each trained token one position before it, where it is predicted; a scorer reads it
+at its own position, the end of a completion or of a step.
 """
 
 from collections.abc import Sequence
@@ -37,10 +38,12 @@ class Rows:
 
     Attributes:
         input_ids, position_ids: int64 [rows, width].
-        attention_mask: None (packed), int64 [rows, width] (padded), or (shared) bool [rows, 1, width, width], or the
-            same as blocks.
-        position: int64 [tokens], index of each trained token into the flattened rows, in the token order of `Batch`.
-        mine: bool [all tokens], the trained tokens that ``position`` is of; None for all. See `Columns`.
+        attention_mask: None (packed), int64 [rows, width] (padded), or (shared) bool [rows, 1,
+            width, width], or the same as blocks.
+        position: int64 [tokens], index of each trained token into the flattened rows, in the token
+            order of `Batch`.
+        mine: bool [all tokens], the trained tokens that ``position`` is of; None for all. See
+            `Columns`.
     """
 
     input_ids: Tensor
@@ -76,11 +79,12 @@ def arrange(
     multiple_of: int = 1,
     device: torch.device | str = "cpu",
 ) -> Rows:
-    """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed rows require.
+    """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed
+    rows require.
 
-    With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of blocks. Rows are as
-    wide as the longest segment, or the next ``multiple_of``, and filled first-fit, longest first: attention costs their
-    width squared.
+    With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of
+    blocks. Rows are as wide as the longest segment, or the next ``multiple_of``, and filled
+    first-fit, longest first: attention costs their width squared.
     """
     if layout == "shared" and all(len(example.completions) == 1 for example in examples):
         layout = "packed"  # nothing to share, and no mask to store
@@ -94,18 +98,23 @@ def arrange(
     width = sum(lengths) if one_row else max(lengths)
     width += -width % multiple_of
     everything = range(len(segments))
-    rows = [[i] for i in everything] if layout == "padded" else first_fit(everything, lengths, width)
+    rows = (
+        [[i] for i in everything] if layout == "padded" else first_fit(everything, lengths, width)
+    )
 
     def lay(values: Sequence[Sequence[int]], filler: int) -> Tensor:
-        """One value for each slot of the rows: the values of the row's segments, then the filler."""
+        """One value for each slot of the rows: the values of the row's segments, then the
+        filler.
+        """
         laid = []
         for members in rows:
             row = [value for i in members for value in values[i]]
             laid.append(row + [filler] * (width - len(row)))
         return torch.tensor(laid, device=device)
 
-    # Slots that no segment covers have position 0, and so are sequences of their own, which are never read. They repeat
-    # a token that is trained on: the embedding of another may be all zeros, and some models' gradients of that are NaN.
+    # Slots that no segment covers have position 0, and so are sequences of their own, which are
+    # never read. They repeat a token that is trained on: the embedding of another may be all zeros,
+    # and some models' gradients of that are NaN.
     input_ids = lay([segment.tokens for segment in segments], filler=segments[0].tokens[0])
     position_ids = lay([segment.positions for segment in segments], filler=0)
     mask: Tensor | BlockMask | None = None
@@ -116,7 +125,9 @@ def arrange(
         branch = lay([segment.branches for segment in segments], filler=0)
         mask = _block_mask(owner, branch) if blocks else _dense_mask(owner, branch)
     starts = _starts(rows, lengths, width)
-    read_at = [starts[i] + offset for i, segment in enumerate(segments) for offset in segment.read_at]
+    read_at = [
+        starts[i] + offset for i, segment in enumerate(segments) for offset in segment.read_at
+    ]
     position = torch.tensor(read_at, dtype=torch.int64, device=device)
     return Rows(input_ids, position_ids, mask, position)
 
@@ -142,8 +153,8 @@ def _starts(rows: Sequence[Sequence[int]], lengths: Sequence[int], width: int) -
 
 
 def _dense_mask(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> Tensor:
-    """The keys that each of these queries sees, bool [rows, 1, queries, width]: itself and those before it, in the
-    prompt and in its own completion."""
+    """The keys that each of these queries sees, bool [rows, 1, queries, width]: itself and those
+    before it, in the prompt and in its own completion."""
     place = torch.arange(owner.shape[1], device=owner.device)
     same = owner[:, queries, None] == owner[:, None, :]
     own = (branch[:, None, :] == 0) | (branch[:, queries, None] == branch[:, None, :])
@@ -151,18 +162,25 @@ def _dense_mask(owner: Tensor, branch: Tensor, queries: slice = slice(None)) -> 
 
 
 def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
-    """`_dense_mask` for FlexAttention, one block of queries at a time: nothing of the squared width is ever stored."""
+    """`_dense_mask` for FlexAttention, one block of queries at a time: nothing of the squared width
+    is ever stored.
+    """
     rows, width = owner.shape
     count = -(-width // _BLOCK)
     padding = count * _BLOCK - width
-    visible_pairs = torch.zeros(rows, 1, count, count, dtype=torch.int64, device=owner.device)  # of each two blocks
+    # of each two blocks
+    visible_pairs = torch.zeros(rows, 1, count, count, dtype=torch.int64, device=owner.device)
     for i in range(count):
         queries = slice(i * _BLOCK, (i + 1) * _BLOCK)
         of_keys = _dense_mask(owner, branch, queries).sum(2)  # [rows, 1, width]
-        visible_pairs[:, :, i] = nn.functional.pad(of_keys, (0, padding)).view(rows, 1, count, _BLOCK).sum(-1)
+        visible_pairs[:, :, i] = (
+            nn.functional.pad(of_keys, (0, padding)).view(rows, 1, count, _BLOCK).sum(-1)
+        )
 
     def blocks(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """For each block of queries, the number of chosen blocks of keys, and all blocks with the chosen ones first."""
+        """For each block of queries, the number of chosen blocks of keys, and all blocks with the
+        chosen ones first.
+        """
         order = chosen.int().argsort(dim=-1, descending=True, stable=True)
         return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -170,12 +188,19 @@ def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
         own = (branch[row, key] == 0) | (branch[row, query] == branch[row, key])
         return (owner[row, query] == owner[row, key]) & own & (query >= key)
 
-    # FlexAttention calls `visible` in blocks of which some pairs are seen, and not in those of which all are.
+    # FlexAttention calls `visible` in blocks of which some pairs are seen, and not in those of
+    # which all are.
     full = visible_pairs == _BLOCK**2
     partial_count, partial_blocks = blocks((visible_pairs > 0) & ~full)
     full_count, full_blocks = blocks(full)
     return BlockMask.from_kv_blocks(
-        partial_count, partial_blocks, full_count, full_blocks, _BLOCK, visible, seq_lengths=(width, width)
+        partial_count,
+        partial_blocks,
+        full_count,
+        full_blocks,
+        _BLOCK,
+        visible,
+        seq_lengths=(width, width),
     )
 
 
@@ -183,15 +208,19 @@ def _segment(example: Example, read: Literal["before", "at"]) -> _Segment:
     """The prompt of an example, and after it each completion as far as something is read."""
     start = len(example.prompt)
     segment = _Segment(list(example.prompt), list(range(start)), [0] * start, [])
-    for branch, (completion, trained) in enumerate(zip(example.completions, example.trained, strict=True), start=1):
+    for branch, (completion, trained) in enumerate(
+        zip(example.completions, example.trained, strict=True), start=1
+    ):
         offset = len(segment.tokens)
         marked = [t for t, train in enumerate(trained) if train]
         if read == "at":
             end = marked[-1] + 1 if marked else 0
             segment.read_at.extend(offset + t for t in marked)
         else:
-            end = marked[-1] if marked else 0  # the last target is predicted from the token before it: no input
-            for t in marked:  # the first token of every completion is predicted from the prompt's last position
+            # the last target is predicted from the token before it: no input
+            end = marked[-1] if marked else 0
+            # the first token of every completion is predicted from the prompt's last position
+            for t in marked:
                 segment.read_at.append(offset + t - 1 if t else start - 1)
         segment.tokens.extend(completion[:end])
         segment.positions.extend(range(start, start + end))

@@ -1,8 +1,8 @@
 """A Hugging Face classifier for objectives: a batch in, one score per marked token out.
 
-A reward model scores a completion at its last token, a process reward model each step at its last token: both are a
-head on the hidden states of the tokens that `Example.trained` marks. `transformers` loads such a model as a sequence or
-token classifier, and computes the same scores.
+A reward model scores a completion at its last token, a process reward model each step at its last
+token: both are a head on the hidden states of the tokens that `Example.trained` marks.
+`transformers` loads such a model as a sequence or token classifier, and computes the same scores.
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,21 @@ from .sharding import shard
 
 
 class Scorer(Backbone):
-    """A classifier with one output, or with two of which the second means "right", and the layout of its input.
+    """A classifier with one output, or with two of which the second means "right", and the layout
+    of its input.
 
     Args:
-        model: a `transformers` model for sequence or token classification, plain or wrapped by peft.
-        layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps sequences apart.
-        read: where each marked token is read; "before", in the state it is chosen in, makes a value function.
+        model: a `transformers` model for sequence or token classification, plain or wrapped by
+            peft.
+        layout: ``"auto"`` takes the first of shared, packed and padded in which this model keeps
+            sequences apart.
+        read: where each marked token is read; "before", in the state it is chosen in, makes a value
+            function.
         mesh, param_dtype: see `shard`. All ranks of the mesh make the scorer and call it together.
 
     Raises:
-        ValueError: if the model has no linear head of one or two outputs on its last hidden states, or if sequences see
-            each other in a layout that was named.
+        ValueError: if the model has no linear head of one or two outputs on its last hidden states,
+            or if sequences see each other in a layout that was named.
     """
 
     read: Literal["before", "at"] = "at"
@@ -71,13 +75,16 @@ class Scorer(Backbone):
         return head
 
     def forward(self, batch: Batch) -> Tensor:
-        """[tokens], one per marked token: the logit of one class, or of the second of two minus the first."""
+        """[tokens], one per marked token: the logit of one class, or of the second of two minus the
+        first.
+        """
         rows = self.arranged(batch.examples, self.layout)
         return self.gathered(self._score(rows), rows)
 
     def _score(self, rows: Rows) -> Tensor:
         hidden = super().hidden(rows)
-        with torch.autocast(hidden.device.type, enabled=False):  # losses compare scores, which bfloat16 makes equal
+        # losses compare scores, which bfloat16 makes equal
+        with torch.autocast(hidden.device.type, enabled=False):
             weight = list(self.head.parameters())[-1]  # under peft the copy that trains comes last
             output: Tensor = self.head(hidden.to(weight.dtype))
         if output.shape[1] == 1:
@@ -97,15 +104,19 @@ class Scorer(Backbone):
             logits: Tensor = self.plain(ids, use_cache=False).logits
         output = logits.flatten(0, -2)[-1]
         expected = output[0] if len(output) == 1 else output[1] - output[0]
-        tolerance = 1e-4 if torch.finfo(logits.dtype).eps < 1e-5 else 0.1  # rounding, in half precision amplified
+        # rounding, in half precision amplified
+        tolerance = 1e-4 if torch.finfo(logits.dtype).eps < 1e-5 else 0.1
         if not torch.isclose(score[0].double(), expected.double(), rtol=tolerance, atol=tolerance):
-            raise ValueError(f"scorer: {type(self.plain).__name__} scores are not its head on its last hidden states")
+            raise ValueError(
+                f"scorer: {type(self.plain).__name__} scores are not its head on its last hidden states"
+            )
 
 
 def ends_marked(example: Example, pad: int | None) -> Example:
     """Mark one token per completion, the one at which `transformers` reads a sequence classifier.
 
-    It is the last one other than the padding token, which for many models is also the token that ends a completion.
+    It is the last one other than the padding token, which for many models is also the token that
+    ends a completion.
     """
     marks = []
     for completion in example.completions:

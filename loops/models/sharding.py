@@ -1,12 +1,15 @@
-"""Models sharded over the ranks of a mesh: FSDP2, HSDP if the mesh has a dimension of copies as well, and tensor
-parallelism if it has one named "tp". Ranks of a dimension named "cp" hold shards, too; see `split_columns`.
+"""Models sharded over the ranks of a mesh: FSDP2, HSDP if the mesh has a dimension of copies as
+well, and tensor parallelism if it has one named "tp". Ranks of a dimension named "cp" hold shards,
+too; see `split_columns`.
 
-Each transformer layer is a unit, and the rest is one more: embeddings, last norm and heads, which may share a weight.
-The parameters of a unit are whole on a rank only while it computes, forward or backward; in between, every rank holds
-its shard of each of them, of its gradient, and of the optimizer's state.
+Each transformer layer is a unit, and the rest is one more: embeddings, last norm and heads, which
+may share a weight. The parameters of a unit are whole on a rank only while it computes, forward or
+backward; in between, every rank holds its shard of each of them, of its gradient, and of the
+optimizer's state.
 
-Under tensor parallelism the ranks of a group compute the same rows together. The matrices of a layer that the plan of
-`transformers` names are never whole: each rank multiplies by its slice. Everything else is replicated in the group.
+Under tensor parallelism the ranks of a group compute the same rows together. The matrices of a
+layer that the plan of `transformers` names are never whole: each rank multiplies by its slice.
+Everything else is replicated in the group.
 """
 
 import logging
@@ -43,23 +46,30 @@ _INSTEAD = "shard it by --parallel.dp_shard_size instead"
 
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, methods: Sequence[str] = (), *, param_dtype: torch.dtype | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    methods: Sequence[str] = (),
+    *,
+    param_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard all parameters of a model, in place and on the devices of the mesh; they become DTensors.
+    """Shard all parameters of a model, in place and on the devices of the mesh; they become
+    DTensors.
 
-    Gradients are summed, not averaged, over all ranks of the mesh, after every backward pass: no rank ever holds the
-    whole gradient of more than a unit.
+    Gradients are summed, not averaged, over all ranks of the mesh, after every backward pass: no
+    rank ever holds the whole gradient of more than a unit.
 
     Args:
-        mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each. A last dimension named
-            "tp" or "cp" is of ranks that compute together.
-        methods: names of methods, besides forward, during which parameters are unsharded. None may call another one.
-        param_dtype: dtype that the parameters of layers are gathered in, that of autocast, which takes half of the
-            memory and messages; gradients are summed in float32. Without it, and in the outermost unit, their own.
+        mesh: the ranks that hold one copy; in two dimensions, copies and the shards of each. A last
+            dimension named "tp" or "cp" is of ranks that compute together.
+        methods: names of methods, besides forward, during which parameters are unsharded. None may
+            call another one.
+        param_dtype: dtype that the parameters of layers are gathered in, that of autocast, which
+            takes half of the memory and messages; gradients are summed in float32. Without it, and
+            in the outermost unit, their own.
 
     Raises:
-        ValueError: for tensor parallelism, if `transformers` has no plan for the model, or one whose styles, layers
-            or sizes are not supported.
+        ValueError: for tensor parallelism, if `transformers` has no plan for the model, or one
+            whose styles, layers or sizes are not supported.
     """
     unit_mesh, tp_mesh = _meshes(mesh)
     layers = _layers(model)
@@ -71,14 +81,19 @@ def shard(
     whole_precision = MixedPrecisionPolicy()
     layer_precision = whole_precision
     if param_dtype is not None:
-        layer_precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    # Nested units are sharded first. The outermost unit is one, too: optimizers and checkpoints always see shards.
+        layer_precision = MixedPrecisionPolicy(
+            param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    # Nested units are sharded first. The outermost unit is one, too: optimizers and checkpoints
+    # always see shards.
     for module in (*reversed(layers), model):
         _read_shards(module, unit_mesh, all_rows=tp_mesh is not None)
         if tp_mesh is not None:
             _split(module, tp_mesh, plan)
         precision = whole_precision if module is model else layer_precision
-        unit: Any = fully_shard(module, mesh=unit_mesh, mp_policy=precision, reshard_after_forward=True)
+        unit: Any = fully_shard(
+            module, mesh=unit_mesh, mp_policy=precision, reshard_after_forward=True
+        )
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     for method in methods:
@@ -98,24 +113,30 @@ def _meshes(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of all models in a model, such as those of a critic or an encoder: transformers names their class."""
+    """The layers of all models in a model, such as those of a critic or an encoder: transformers
+    names their class.
+    """
     kinds: set[str] = set()
     for module in model.modules():
         kinds.update(getattr(module, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
-        log.warning("%s: its layers have no known class, so all of it is gathered at once", type(model).__name__)
+        log.warning(
+            "%s: its layers have no known class, so all of it is gathered at once",
+            type(model).__name__,
+        )
     return layers
 
 
 @contextmanager
 def left_in_files(wanted: bool = True) -> Iterator[None]:
-    """Context in which `transformers`, if ``wanted``, leaves the matrices of models in their files until `shard` reads
-    them.
+    """Context in which `transformers`, if ``wanted``, leaves the matrices of models in their files
+    until `shard` reads them.
 
-    Each is one NaN, expanded to its shape, and has a ``place``: file and key. Everything else is loaded as usual:
-    names, ties, new heads, vectors, buffers. Every rank reads the whole of a model that is quantized, or whose files
-    hold no safetensors or its matrices in another form, and a log line says so.
+    Each is one NaN, expanded to its shape, and has a ``place``: file and key. Everything else is
+    loaded as usual: names, ties, new heads, vectors, buffers. Every rank reads the whole of a model
+    that is quantized, or whose files hold no safetensors or its matrices in another form, and a log
+    line says so.
     """
     if not wanted:
         yield
@@ -125,7 +146,12 @@ def left_in_files(wanted: bool = True) -> Iterator[None]:
 
 
 def _load_places(
-    load: Callable[..., Any], model: PreTrainedModel, state_dict: Any, files: Any, options: Any, *rest: Any
+    load: Callable[..., Any],
+    model: PreTrainedModel,
+    state_dict: Any,
+    files: Any,
+    options: Any,
+    *rest: Any,
 ) -> Any:
     """In place of ``load``, which fills a model of `transformers` with what its files hold."""
     converted = any(isinstance(entry, WeightConverter) for entry in options.weight_mapping or ())
@@ -135,15 +161,22 @@ def _load_places(
             loaded = load(model, entries, files, options, *rest)
             if _stay(model, places, loaded[0].missing_keys):
                 return loaded
-    log.warning("%s: its files hold weights in another form, so every rank reads all of them", type(model).__name__)
+    log.warning(
+        "%s: its files hold weights in another form, so every rank reads all of them",
+        type(model).__name__,
+    )
     return load(model, state_dict, files, options, *rest)
 
 
 Place = tuple[str, str]  # the file that holds a matrix, and its key there
 
 
-def _places(model: nn.Module, files: Sequence[str], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[int, Place]]:
-    """The contents of the files by key, matrices as one expanded element; and the place of each element, by address."""
+def _places(
+    model: nn.Module, files: Sequence[str], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[int, Place]]:
+    """The contents of the files by key, matrices as one expanded element; and the place of each
+    element, by address.
+    """
     known = model.state_dict()
     entries: dict[str, Tensor] = {}
     places: dict[int, Place] = {}
@@ -157,14 +190,18 @@ def _places(model: nn.Module, files: Sequence[str], dtype: torch.dtype) -> tuple
                 if len(stored.get_shape()) < 2 or not is_float:
                     entries[key] = opened.get_tensor(key)
                     continue
-                element = torch.full((), math.nan, dtype=known[key].dtype if key in known else dtype)
+                element = torch.full(
+                    (), math.nan, dtype=known[key].dtype if key in known else dtype
+                )
                 entries[key] = element.expand(stored.get_shape())
                 places[element.data_ptr()] = (str(file), key)
     return entries, places
 
 
 def _stay(model: PreTrainedModel, places: Mapping[int, Place], missing: set[str]) -> bool:
-    """Record each matrix's place; False if a weight is derived at load time, or tied weights may differ."""
+    """Record each matrix's place; False if a weight is derived at load time, or tied weights may
+    differ.
+    """
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.ndim < 2 or not tensor.is_floating_point() or name in missing:
             continue
@@ -175,7 +212,8 @@ def _stay(model: PreTrainedModel, places: Mapping[int, Place], missing: set[str]
 
 
 def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
-    """Allocate the matrices of a unit that are still in files, and read the rows of this rank's shards, or all rows.
+    """Allocate the matrices of a unit that are still in files, and read the rows of this rank's
+    shards, or all rows.
 
     The other rows stay unset: `fully_shard` drops them.
     """
@@ -192,7 +230,9 @@ def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
             module._parameters[name] = read[parameter]
 
 
-def _read_rows(parameter: Tensor, place: Place, shards: int, rank: int, device: str) -> nn.Parameter:
+def _read_rows(
+    parameter: Tensor, place: Place, shards: int, rank: int, device: str
+) -> nn.Parameter:
     """The whole matrix in memory, of which only the rows of one shard are set."""
     file, key = place
     memory = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -249,19 +289,27 @@ def _check_heads(who: str, model: PreTrainedModel, size: int) -> None:
 def _splittable(who: str, path: str, part: nn.Module | Tensor, style: str, size: int) -> nn.Module:
     """The module itself; raises ValueError if it can't be split by this style."""
     if style not in (*_SPLIT, _OF_LOCAL_HEADS) or not isinstance(part, nn.Module):
-        raise ValueError(f"{who} is split by {style!r} ({path}), which is not supported; {_INSTEAD}")
+        raise ValueError(
+            f"{who} is split by {style!r} ({path}), which is not supported; {_INSTEAD}"
+        )
     if style == _OF_LOCAL_HEADS:
         return part
     if type(part) is not nn.Linear:
-        raise ValueError(f"{who}: {path} is no linear layer of torch, but {type(part).__module__}; {_INSTEAD}")
+        raise ValueError(
+            f"{who}: {path} is no linear layer of torch, but {type(part).__module__}; {_INSTEAD}"
+        )
     features = part.out_features if style.startswith("colwise") else part.in_features
     if features % size:
-        raise ValueError(f"{who}: {features} features of {path} are no multiple of {size}; lower it")
+        raise ValueError(
+            f"{who}: {features} features of {path} are no multiple of {size}; lower it"
+        )
     return part
 
 
 def _split(unit: nn.Module, mesh: DeviceMesh, plan: Mapping[nn.Module, str]) -> None:
-    """Make DTensors of the parameters of a unit that are none yet: slices by the plan, and replicas of the others."""
+    """Make DTensors of the parameters of a unit that are none yet: slices by the plan, and replicas
+    of the others.
+    """
     copies: dict[Tensor, nn.Parameter] = {}  # of tied ones
     for module in list(unit.modules()):
         style = plan.get(module)

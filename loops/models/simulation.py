@@ -1,10 +1,12 @@
-"""Run the library's own code on tensors with a shape and no values, and count the bytes in use at its peak.
+"""Run the library's own code on tensors with a shape and no values, and count the bytes in use at
+its peak.
 
     with simulate() as simulation:
         open_dpo(config)                the recipe as it is: its models, probes, losses, optimizer
 
-Nothing is estimated: the simulation makes the allocations of a run, without memory behind them. It can't see two
-things: temporary allocations inside an operator, and fragmentation between allocations.
+Nothing is estimated: the simulation makes the allocations of a run, without memory behind them. It
+can't see two things: temporary allocations inside an operator, and fragmentation between
+allocations.
 """
 
 import warnings
@@ -30,17 +32,25 @@ from .sharding import local
 aten = torch.ops.aten
 
 _FACTORIES = (aten.empty, aten.ones, aten.zeros, aten.full)
-_INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._unsafe_index, aten._unsafe_index_put)
+_INDEXING = (
+    aten.index,
+    aten.index_put,
+    aten.index_put_,
+    aten._unsafe_index,
+    aten._unsafe_index_put,
+)
 _LARGE = 1 << 24  # elements of a tensor of the data, such as a mask, that is not worth computing
-_LABELS = {"fsdp": "gathered weights", "c10d": "gathered weights"}  # of the results of operators of other packages
+# of the results of operators of other packages
+_LABELS = {"fsdp": "gathered weights", "c10d": "gathered weights"}
 
 
 class Simulation(TorchDispatchMode):
-    """Context in which new floating-point tensors are fake, as are weights and everything computed from them.
+    """Context in which new floating-point tensors are fake, as are weights and everything computed
+    from them.
 
-    Integers and small masks of the data stay real: batches are laid out, and tensors cut, as in a run. Where a fake
-    value decides what to do next, it is the ordinary one: comparisons hold, nothing is infinite, all weights differ
-    from 0.
+    Integers and small masks of the data stay real: batches are laid out, and tensors cut, as in a
+    run. Where a fake value decides what to do next, it is the ordinary one: comparisons hold,
+    nothing is infinite, all weights differ from 0.
 
     Args:
         gpu: an update by bitsandbytes is one kernel; on a CPU it computes whole tensors in float32.
@@ -58,7 +68,8 @@ class Simulation(TorchDispatchMode):
         self.live: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._storages: dict[int, tuple[Any, int, str]] = {}  # by address: a weak reference, bytes, label
+        # by address: a weak reference, bytes, label
+        self._storages: dict[int, tuple[Any, int, str]] = {}
 
     @contextmanager
     def labeled(self, label: str | None) -> Iterator[None]:
@@ -76,7 +87,9 @@ class Simulation(TorchDispatchMode):
             self._set(address, label)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Count a storage of gathered weights, which FSDP lets go of by resizing it, by its new size."""
+        """Count a storage of gathered weights, which FSDP lets go of by resizing it, by its new
+        size.
+        """
         if storage._cdata in self._storages:
             self._set(storage._cdata, "gathered weights", size)
 
@@ -114,7 +127,8 @@ class Simulation(TorchDispatchMode):
             return _ORDINARY[packet](args[0])
         if packet in (aten.any, aten.all) and len(args) == 1:
             return torch.tensor(packet is aten.all)
-        if func.namespace == "bitsandbytes" and not func._schema.returns:  # an optimizer's update, in place
+        # an optimizer's update, in place
+        if func.namespace == "bitsandbytes" and not func._schema.returns:
             if not self.gpu:  # its kernel is written in Python
                 with self:
                     func.redispatch(DispatchKeySet(DispatchKey.CPU), *args, **kwargs)
@@ -157,7 +171,9 @@ class Simulation(TorchDispatchMode):
 
 @contextmanager
 def simulate(*, gpu: bool = False) -> Iterator[Simulation]:
-    """Within a `Simulation`, models of transformers have the shapes of their configuration; no weights are read."""
+    """Within a `Simulation`, models of transformers have the shapes of their configuration; no
+    weights are read.
+    """
     simulation = Simulation(gpu=gpu)
 
     def from_pretrained(
@@ -166,15 +182,19 @@ def simulate(*, gpu: bool = False) -> Iterator[Simulation]:
         attention: dict[str, Any] = {}
         if "attn_implementation" in options:
             attention["attn_implementation"] = options.pop("attn_implementation")
-        options.pop("quantization_config", None)  # weights are made whole, and counted as what they are held in
+        # weights are made whole, and counted as what they are held in
+        options.pop("quantization_config", None)
         if config is None:
             config = transformers.AutoConfig.from_pretrained(name, **options)
         with simulation.labeled(f"weights of {name}"):
-            model = kind._from_config(config, dtype=dtype or config.dtype or torch.float32, **attention)
+            model = kind._from_config(
+                config, dtype=dtype or config.dtype or torch.float32, **attention
+            )
         return model, {"missing_keys": ()}
 
     with without_values(from_pretrained, simulation.resize), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # which a copy of a model does
+        # which a copy of a model does
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         with simulation:
             yield simulation
 
@@ -208,7 +228,9 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
 
 
 def _has_no_values(packet: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
-    """Weights that a factory makes, and what real tensors broadcast to where it is large, such as the mask of a row."""
+    """Weights that a factory makes, and what real tensors broadcast to where it is large, such as
+    the mask of a row.
+    """
     if packet in _FACTORIES:
         dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
         return dtype.is_floating_point or prod(args[0]) > _LARGE

@@ -6,8 +6,8 @@
        answers rare, but other wrong answers take their place
     4  it is improved further by GRPO, which samples while it learns, rewarded only for right answers
 
-Every stage is the recipe that ``burnish sft``, ``burnish dpo`` and ``burnish grpo`` run, on files that stay in the run
-directory. No stage sees any of the questions on which accuracy is measured.
+Every stage is the recipe that ``burnish sft``, ``burnish dpo`` and ``burnish grpo`` run, on files
+that stay in the run directory. No stage sees any of the questions on which accuracy is measured.
 """
 
 import itertools
@@ -21,7 +21,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from ..runs.report import read_curves
 from .grpo import open_grpo
@@ -37,11 +42,16 @@ HELD_OUT = 1000  # questions that no stage trains on
 
 def demo(config: Demo) -> dict[str, float]:
     """Run all stages, on one thread from then on; returns the held-out accuracy after each."""
-    torch.set_num_threads(1)  # products are so small that a second thread costs more than it computes
+    # products are so small that a second thread costs more than it computes
+    torch.set_num_threads(1)
     console = Console()
     directory = _vacant(Path(config.output))
     drawn = questions(random.Random(config.seed), HELD_OUT + TAUGHT + config.questions)
-    held_out, taught, asked = drawn[:HELD_OUT], drawn[HELD_OUT:][:TAUGHT], drawn[HELD_OUT + TAUGHT :]
+    held_out, taught, asked = (
+        drawn[:HELD_OUT],
+        drawn[HELD_OUT:][:TAUGHT],
+        drawn[HELD_OUT + TAUGHT :],
+    )
     save_start(directory / "start", seed=config.seed)
 
     console.rule("SFT: answers to copy")
@@ -52,7 +62,14 @@ def demo(config: Demo) -> dict[str, float]:
     # From here on by Muon, which learns from so few steps what AdamW learns from twice as many.
     console.rule("DPO + NLL: its own right and wrong answers")
     answers = sample(directory / "sft/model", asked, count=4, temperature=1.0)
-    stage = _stage(directory, "dpo", "sft/model", pairs(asked, answers), seed=config.seed, steps=config.dpo_steps)
+    stage = _stage(
+        directory,
+        "dpo",
+        "sft/model",
+        pairs(asked, answers),
+        seed=config.seed,
+        steps=config.dpo_steps,
+    )
     stage |= {"batch_size": 64, "optimizer": "muon", "learning_rate": 1.5e-3, "warmup": 0.1}
     open_dpo(DPO(**stage, loss={"dpo": 1.0, "nll": 1.0})).train()
     accuracy["after DPO"] = score(directory / "dpo/model", held_out)
@@ -60,10 +77,15 @@ def demo(config: Demo) -> dict[str, float]:
     console.rule("GRPO: a reward for right answers")
     rows = ({"prompt": q, "answer": solve(q)} for q in [*taught, *asked])
     stage = _stage(directory, "grpo", "dpo/model", rows, seed=config.seed, steps=config.grpo_steps)
-    stage |= {"rewards": {"exact_match": {"ignore": ["whitespace"]}}, "max_tokens": TERM + 3, "show_every": 10}
+    stage |= {
+        "rewards": {"exact_match": {"ignore": ["whitespace"]}},
+        "max_tokens": TERM + 3,
+        "show_every": 10,
+    }
     stage |= {"prompts_per_rollout": 256, "group_size": 4, "epochs_per_rollout": 3}
     stage |= {"optimizer": "muon", "learning_rate": 8e-4, "schedule": "linear", "warmup": 0.15}
-    clip = {"clip_low": 0.02, "clip_high": 0.3}  # wrong answers are pushed down no further than necessary
+    # wrong answers are pushed down no further than necessary
+    clip = {"clip_low": 0.02, "clip_high": 0.3}
     open_grpo(GRPO(**stage, loss_kwargs=clip)).train()
     accuracy["after GRPO"] = score(directory / "grpo/model", held_out)
 
@@ -80,29 +102,58 @@ def demo(config: Demo) -> dict[str, float]:
 def save_start(directory: Path, *, seed: int) -> None:
     """The untrained model, and its tokenizer of one token per character."""
     torch.manual_seed(seed)
-    shape = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
-    tokens = {"vocab_size": len(ALPHABET) + 2, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
+    shape = {
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
+    tokens = {
+        "vocab_size": len(ALPHABET) + 2,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
     config: Any = LlamaConfig
-    LlamaForCausalLM(config(**shape, **tokens, max_position_embeddings=32)).save_pretrained(directory)
+    LlamaForCausalLM(config(**shape, **tokens, max_position_embeddings=32)).save_pretrained(
+        directory
+    )
     vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *ALPHABET])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     characters.decoder = decoders.Fuse()
     build: Any = PreTrainedTokenizerFast
-    build(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>").save_pretrained(directory)
+    build(tokenizer_object=characters, eos_token="<eos>", unk_token="<unk>").save_pretrained(
+        directory
+    )
 
 
-def teach(directory: Path, questions: Iterable[str], *, steps: int, seed: int, batch_size: int = 96) -> None:
-    """SFT of the model in ``directory/start`` on the answers to these questions, into ``directory/sft``."""
+def teach(
+    directory: Path, questions: Iterable[str], *, steps: int, seed: int, batch_size: int = 96
+) -> None:
+    """SFT of the model in ``directory/start`` on the answers to these questions, into
+    ``directory/sft``.
+    """
     rows = ({"prompt": q, "completion": solve(q)} for q in questions)
     stage = _stage(directory, "sft", "start", rows, seed=seed, steps=steps)
-    open_sft(SFT(**stage, batch_size=batch_size, learning_rate=2e-3, schedule="cosine", warmup=0.05)).train()
+    open_sft(
+        SFT(**stage, batch_size=batch_size, learning_rate=2e-3, schedule="cosine", warmup=0.05)
+    ).train()
 
 
-def _stage(directory: Path, name: str, start: str, rows: Iterable[dict[str, str]], **settings: Any) -> dict[str, Any]:
-    """The settings of a stage that begins with the model in ``directory/start``, its rows written to a file."""
+def _stage(
+    directory: Path, name: str, start: str, rows: Iterable[dict[str, str]], **settings: Any
+) -> dict[str, Any]:
+    """The settings of a stage that begins with the model in ``directory/start``, its rows written
+    to a file.
+    """
     data = write(directory / f"{name}.jsonl", rows)
-    return {"model": str(directory / start), "data": str(data), "output": str(directory / name), **settings}
+    return {
+        "model": str(directory / start),
+        "data": str(data),
+        "output": str(directory / name),
+        **settings,
+    }
 
 
 def solve(question: str) -> str:
@@ -111,16 +162,28 @@ def solve(question: str) -> str:
 
 
 @torch.no_grad()
-def sample(model_directory: Path, questions: Sequence[str], *, count: int, temperature: float) -> list[list[str]]:
-    """``count`` answers of a saved model to each question; at temperature 0 the likeliest digits."""
+def sample(
+    model_directory: Path, questions: Sequence[str], *, count: int, temperature: float
+) -> list[list[str]]:
+    """``count`` answers of a saved model to each question; at temperature 0 the likeliest
+    digits.
+    """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory)
     model: Any = AutoModelForCausalLM.from_pretrained(model_directory)
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    how = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0}
+        if temperature
+        else {"do_sample": False}
+    )
     answers: list[str] = []
     for start in range(0, len(questions), 512):
         ids = torch.tensor(tokenizer(list(questions[start : start + 512]))["input_ids"])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=TERM + 2, num_return_sequences=count, **how
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=TERM + 2,
+            num_return_sequences=count,
+            **how,
         )
         answers += tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
     return [answers[i : i + count] for i in range(0, len(answers), count)]
@@ -129,7 +192,9 @@ def sample(model_directory: Path, questions: Sequence[str], *, count: int, tempe
 def score(model_directory: Path, questions: Sequence[str]) -> float:
     """Share of questions whose likeliest answer is right."""
     answers = sample(model_directory, questions, count=1, temperature=0.0)
-    return sum(answer == solve(question) for question, (answer,) in zip(questions, answers, strict=True)) / len(answers)
+    return sum(
+        answer == solve(question) for question, (answer,) in zip(questions, answers, strict=True)
+    ) / len(answers)
 
 
 def pairs(questions: Sequence[str], answers: Sequence[Sequence[str]]) -> Iterable[dict[str, str]]:
@@ -165,17 +230,23 @@ def _draw(directory: Path, accuracy: dict[str, float]) -> None:
 
     figure = Figure(figsize=(12, 3.2), layout="constrained")
     bars, loss, margins, reward = figure.subplots(1, 4)
-    drawn = bars.bar(list(accuracy), list(accuracy.values()), color=["#bbbbbb", "#4c78a8", "#f58518", "#54a24b"])
+    drawn = bars.bar(
+        list(accuracy), list(accuracy.values()), color=["#bbbbbb", "#4c78a8", "#f58518", "#54a24b"]
+    )
     bars.bar_label(drawn, fmt="{:.1%}")
     bars.set_ylim(0, 1.1)
-    bars.set_xticks(range(len(accuracy)), [stage.replace(" ", "\n") for stage in accuracy], fontsize=8)
+    bars.set_xticks(
+        range(len(accuracy)), [stage.replace(" ", "\n") for stage in accuracy], fontsize=8
+    )
     bars.set_title("held-out accuracy")
     for axis, stage, metric, title in (
         (loss, "sft", "loss", "SFT loss, nats per token"),
         (margins, "dpo", "rewards/accuracies", "DPO: pairs told apart"),
         (reward, "grpo", "reward", "GRPO: answers that are right"),
     ):
-        axis.plot(*zip(*read_curves(directory / stage / "metrics.jsonl")[metric]["training"], strict=True))
+        axis.plot(
+            *zip(*read_curves(directory / stage / "metrics.jsonl")[metric]["training"], strict=True)
+        )
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)

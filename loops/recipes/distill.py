@@ -1,8 +1,9 @@
-"""Distillation: learn a teacher's distribution of the next token, on completions of the data or of the student.
+"""Distillation: learn a teacher's distribution of the next token, on completions of the data or of
+the student.
 
-A student trained on the data's completions meets prefixes that it was never trained on when it samples by itself. In a
-share λ of the steps it is therefore trained on its own completions of the step's prompts (GKD, Agarwal et al. 2023,
-arXiv:2306.13649).
+A student trained on the data's completions meets prefixes that it was never trained on when it
+samples by itself. In a share λ of the steps it is therefore trained on its own completions of the
+step's prompts (GKD, Agarwal et al. 2023, arXiv:2306.13649).
 """
 
 from collections.abc import Mapping
@@ -29,12 +30,22 @@ from ..runs.reference import Reference, frozen
 from ..runs.teacher import load_teacher, open_teacher
 from ..runs.trackers import log_table
 from ..runs.training import Training
-from ..train.losses import ENTROPY, TensorReader, Tensors, Term, columns_of, outputs_for, policy_tensors, tensors_needed
+from ..train.losses import (
+    ENTROPY,
+    TensorReader,
+    Tensors,
+    Term,
+    columns_of,
+    outputs_for,
+    policy_tensors,
+    tensors_needed,
+)
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
 from .settings import Distill
 
 LOSSES = TOKEN_LOSSES | {"distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
-# The completions of each loss where some are the student's; all other losses learn from those of the data.
+# The completions of each loss where some are the student's; all other losses learn from those of
+# the data.
 _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
 
 
@@ -42,7 +53,10 @@ def open_distill(config: Distill) -> Training:
     """Open a run that is ready to train."""
     losses = distill_losses(config)
     context = open_run(config, encode_supervised, train_on=config.train_on)
-    on_samples, compared = "teacher_logp" in tensors_needed(losses), "divergence" in tensors_needed(losses)
+    on_samples, compared = (
+        "teacher_logp" in tensors_needed(losses),
+        "divergence" in tensors_needed(losses),
+    )
     model = load_teacher(context, config.teacher) if on_samples else None
     teacher, stored = open_teacher(context, config.teacher, needed=compared, model=model)
     temperature = config.temperature if on_samples else 1.0
@@ -50,33 +64,49 @@ def open_distill(config: Distill) -> Training:
     if not config.on_policy:
         return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
     if model is not None:
-        read = partial(with_teacher, read, context.accelerator.autocast()(frozen(model, temperature=temperature)))
+        read = partial(
+            with_teacher,
+            read,
+            context.accelerator.autocast()(frozen(model, temperature=temperature)),
+        )
     return context.train(losses, read, MixedFeed(context))
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:
-    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
+    """The losses, and what is measured beside them; ValueError if settings contradict each
+    other.
+    """
     losses: dict[str, Term] = {}
-    for name, entry in (config.loss if isinstance(config.loss, Mapping) else {config.loss: 1.0}).items():
+    for name, entry in (
+        config.loss if isinstance(config.loss, Mapping) else {config.loss: 1.0}
+    ).items():
         applies_to = _APPLIES_TO.get(loss_name(name), "demonstrated") if config.on_policy else None
-        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to)
+        losses |= parse_losses(
+            {name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to
+        )
     on_samples = "teacher_logp" in tensors_needed(losses)
     config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
     if not config.on_policy:
         return {**losses, **ENTROPY}
     check_sampling(config)
     if columns := set(columns_of(losses)) - {"sampled", "demonstrated"}:
-        raise ValueError(f"on_policy: the student's completions have no column {min(columns)!r}; leave it out")
+        raise ValueError(
+            f"on_policy: the student's completions have no column {min(columns)!r}; leave it out"
+        )
     return {**losses, **ENTROPY}
 
 
-def with_teacher(read: TensorReader, teacher_logp: Reference, policy: nn.Module, batch: Batch) -> Tensors:
+def with_teacher(
+    read: TensorReader, teacher_logp: Reference, policy: nn.Module, batch: Batch
+) -> Tensors:
     """The student's tensors, and the teacher's log-probs of the same tokens."""
     return {("tokens", "teacher_logp"): teacher_logp(batch), **read(policy, batch)}
 
 
 class MixedFeed(StepFeed):
-    """The steps of the data, of which a share is replaced by the student's own completions of that step's prompts."""
+    """The steps of the data, of which a share is replaced by the student's own completions of that
+    step's prompts.
+    """
 
     stateful = True
 
@@ -93,16 +123,23 @@ class MixedFeed(StepFeed):
 
         def order(task: int) -> int:
             rollout, place = divmod(task, int(config.batch_size))
-            indices = self.data.batches.indices(replaced[rollout])  # the last step may lack some: its first come again
+            # the last step may lack some: its first come again
+            indices = self.data.batches.indices(replaced[rollout])
             return indices[place % len(indices)]
 
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
         # What samples reads its settings as those of an online recipe.
-        run = replace(context, config=OnlineConfig(**settings, prompts_per_rollout=config.batch_size))
+        run = replace(
+            context, config=OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
+        )
         scheduler, follow = open_scheduler(run, lambda task: self.data.example(order(task)).prompt)
         tables = partial(log_table, context.accelerator.trackers)
-        log = open_sample_log(context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, tables)
-        self.rollouts = RolloutFeed(RLContext(run, (), scheduler, follow, sample_log=log, order=order))
+        log = open_sample_log(
+            context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, tables
+        )
+        self.rollouts = RolloutFeed(
+            RLContext(run, (), scheduler, follow, sample_log=log, order=order)
+        )
 
     @property
     def steps(self) -> int:
@@ -116,7 +153,9 @@ class MixedFeed(StepFeed):
         return marked(self.rollouts(rollout), True)
 
     def plan(self, step: int) -> list[list[int]]:
-        """The indices of the data's examples, or of those whose prompts are completed, in each micro-batch."""
+        """The indices of the data's examples, or of those whose prompts are completed, in each
+        micro-batch.
+        """
         rollout = self.rollout_of.get(step)
         return self.data.plan(step) if rollout is None else self.rollouts.plan(rollout)
 
@@ -134,7 +173,9 @@ class MixedFeed(StepFeed):
             ValueError: if rows are given.
         """
         if rows is not None:
-            raise ValueError("evaluate: a student that samples is evaluated on eval_data; pass rows as that")
+            raise ValueError(
+                "evaluate: a student that samples is evaluated on eval_data; pass rows as that"
+            )
         assert self.held_out is not None
         return measure(self.held_out(0))
 
@@ -153,15 +194,21 @@ def _all_demonstrated(feed: Feed, step: int, micro_batches: list[Batch]) -> list
 
 
 def on_policy_steps(steps: int, share: float, seed: int) -> list[int]:
-    """The steps on the student's completions: each with this probability, independently of the others."""
+    """The steps on the student's completions: each with this probability, independently of the
+    others.
+    """
     bits = np.random.Philox(np.random.SeedSequence([seed, 1])).random_raw(steps)
     return [int(step) for step in np.flatnonzero(bits / 2.0**64 < share)]
 
 
 def marked(batches: list[Batch], on_policy: bool) -> list[Batch]:
-    """Batches with the columns ``sampled`` and ``demonstrated``: whether an example is the student's or the data's."""
+    """Batches with the columns ``sampled`` and ``demonstrated``: whether an example is the
+    student's or the data's.
+    """
     result = []
     for batch in batches:
         sampled = torch.full((len(batch.examples),), on_policy, device=batch.target.device)
-        result.append(replace(batch, columns={**batch.columns, "sampled": sampled, "demonstrated": ~sampled}))
+        result.append(
+            replace(batch, columns={**batch.columns, "sampled": sampled, "demonstrated": ~sampled})
+        )
     return result

@@ -34,7 +34,9 @@ def open_kto(config: KTO) -> Training:
     context = open_run(config, encode_unpaired)
     reference, precomputed = context.reference(config.reference)
     assert reference is not None
-    teacher, stored = open_teacher(context, config.teacher, needed="divergence" in tensors_needed(losses))
+    teacher, stored = open_teacher(
+        context, config.teacher, needed="divergence" in tensors_needed(losses)
+    )
     rewards = RunningMean()
     return context.train(
         losses,
@@ -42,15 +44,26 @@ def open_kto(config: KTO) -> Training:
         columns=sorted({"desirable", *columns_of(losses)} - {"undesirable"}),
         per_token=(precomputed, stored),
         prepare=partial(
-            prepare_feedback, losses, rewards, context.model, reference, context.accelerator, config.max_length
+            prepare_feedback,
+            losses,
+            rewards,
+            context.model,
+            reference,
+            context.accelerator,
+            config.max_length,
         ),
         memory=rewards if "bco" in losses else None,
     )
 
 
 def kto_losses(config: KTO) -> dict[str, Term]:
-    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
-    weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+    """The losses, and what is measured beside them; ValueError if settings contradict each
+    other.
+    """
+    weights = {
+        "desirable_weight": config.desirable_weight,
+        "undesirable_weight": config.undesirable_weight,
+    }
     shared = {"beta": config.beta, **weights, **config.loss_kwargs}
     given = {*config.loss_kwargs, *(name for name, weight in weights.items() if weight != 1)}
     losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=given)
@@ -60,7 +73,9 @@ def kto_losses(config: KTO) -> dict[str, Term]:
 
 @dataclass
 class RunningMean:
-    """BCO's δ: the mean reward of all completions of the earlier steps; 0 at first, as is every reward."""
+    """BCO's δ: the mean reward of all completions of the earlier steps; 0 at first, as is every
+    reward.
+    """
 
     total: float = 0.0
     steps: int = 0
@@ -90,32 +105,50 @@ def prepare_feedback(
     step: int,
     micro_batches: list[Batch],
 ) -> list[Batch]:
-    """Add what losses compare a completion with, measured over a whole step before its first forward pass: the columns
-    ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and ``undesirable``, for the metrics."""
-    added = {"delta": torch.tensor(rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype())}
+    """Add what losses compare a completion with, measured over a whole step before its first
+    forward pass: the columns ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and
+    ``undesirable``, for the metrics.
+    """
+    added = {
+        "delta": torch.tensor(
+            rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype()
+        )
+    }
     if "kl" in tensors_needed(losses):
         added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator, max_length)
     return [
-        replace(batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added})
+        replace(
+            batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added}
+        )
         for batch in micro_batches
     ]
 
 
 @torch.no_grad()
 def kl_of_mismatched(
-    feed: Feed, step: int, policy: Policy, reference: Reference, accelerator: Accelerator, max_length: int | None = None
+    feed: Feed,
+    step: int,
+    policy: Policy,
+    reference: Reference,
+    accelerator: Accelerator,
+    max_length: int | None = None,
 ) -> torch.Tensor:
-    """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other prompts.
+    """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other
+    prompts.
 
-    Each prompt of the step is paired with the completion half a step further on, so that ranks and micro-batches don't
-    matter, and the two completions of a pair are not matched. A completion ends where it exceeds ``max_length`` after
-    this prompt, or the positions of the model. A step of one example has z₀ = 0.
+    Each prompt of the step is paired with the completion half a step further on, so that ranks and
+    micro-batches don't matter, and the two completions of a pair are not matched. A completion ends
+    where it exceeds ``max_length`` after this prompt, or the positions of the model. A step of one
+    example has z₀ = 0.
     """
     positions = getattr(policy.plain.config.get_text_config(), "max_position_embeddings", None)
     limit = min(filter(None, (max_length, positions)), default=None)
 
     def mismatched(index: int) -> Example:
-        prompt, (_, (completion,), (trained,)) = feed.example(index).prompt, feed.example(other[index])
+        prompt, (_, (completion,), (trained,)) = (
+            feed.example(index).prompt,
+            feed.example(other[index]),
+        )
         room = limit and limit - len(prompt)
         return Example(prompt, [completion[:room]], [trained[:room]])
 
@@ -128,16 +161,27 @@ def kl_of_mismatched(
             batch = collate([mismatched(index) for index in part], device=accelerator.device)
             log_ratio = policy(batch).logprob - reference(batch)
             ratios.append(sequence_sum(log_ratio, batch.sequence, batch.sequences).double())
-    local = {"sum": sum(float(ratio.sum()) for ratio in ratios), "count": float(sum(map(len, ratios)))}
+    local = {
+        "sum": sum(float(ratio.sum()) for ratio in ratios),
+        "count": float(sum(map(len, ratios))),
+    }
     total = sum_over_ranks(accelerator, local, copies=ranks_together(policy))
-    mean = torch.tensor([total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64)
-    return kto_kl(mean, torch.zeros_like(mean)).to(torch.promote_types(policy.plain.dtype, torch.float32))
+    mean = torch.tensor(
+        [total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64
+    )
+    return kto_kl(mean, torch.zeros_like(mean)).to(
+        torch.promote_types(policy.plain.dtype, torch.float32)
+    )
 
 
 def feedback_metrics(beta: float) -> dict[str, Term]:
-    """Mean reward and log-prob of the desirable completions (chosen) and of the others (rejected), as TRL logs them."""
+    """Mean reward and log-prob of the desirable completions (chosen) and of the others (rejected),
+    as TRL logs them.
+    """
 
-    def measured(logp: PerSequence, ref_logp: PerSequence, *, kind: str) -> tuple[PerSequence, Stats]:
+    def measured(
+        logp: PerSequence, ref_logp: PerSequence, *, kind: str
+    ) -> tuple[PerSequence, Stats]:
         return beta * (logp - ref_logp).detach(), {f"logps/{kind}": logp.detach()}
 
     return {

@@ -1,6 +1,8 @@
-"""Preference training on the policy's own completions: the best and the worst of a prompt make a pair.
+"""Preference training on the policy's own completions: the best and the worst of a prompt make a
+pair.
 
-Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792, with rewards as the judge.
+Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792, with
+rewards as the judge.
 """
 
 from functools import partial
@@ -19,12 +21,20 @@ def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Trai
     losses = online_dpo_losses(config)
     context = context or open_rl(config)
     reference, _ = context.run.reference(
-        config.reference, needed="ref_chosen" in tensors_needed(losses), temperature=config.temperature
+        config.reference,
+        needed="ref_chosen" in tensors_needed(losses),
+        temperature=config.temperature,
     )
     select = partial(best_and_worst, penalty=config.missing_eos_penalty)
-    feed = RolloutFeed(context, select=select, report=lambda rollout: pair_metrics(rollout, select(rollout), config))
+    feed = RolloutFeed(
+        context,
+        select=select,
+        report=lambda rollout: pair_metrics(rollout, select(rollout), config),
+    )
     outputs = outputs_for(losses)
-    read = policy_tensors(reference=reference, outputs=outputs, pairs=True, temperature=config.temperature)
+    read = policy_tensors(
+        reference=reference, outputs=outputs, pairs=True, temperature=config.temperature
+    )
     return context.run.train({**losses, **PAIR_METRICS}, read, feed)
 
 
@@ -37,17 +47,27 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
 
 
 def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:
-    """The pair of each group: highest and lowest reward, the earlier one of equals; none where all are equal."""
+    """The pair of each group: highest and lowest reward, the earlier one of equals; none where all
+    are equal.
+    """
     reward = (rollout.reward - penalty * rollout.unfinished).tolist()
     groups = (group for (group,) in rollout.split_groups())
-    pairs = ((max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in groups)
+    pairs = (
+        (max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in groups
+    )
     return [[[best, worst]] for best, worst in pairs if reward[best] > reward[worst]]
 
 
-def pair_metrics(rollout: RolloutBuffer, pairs: list[list[list[int]]], config: OnlineDPO) -> dict[str, float]:
-    """Numbers of groups that made a pair and that did not, and the mean difference of the pairs' rewards."""
+def pair_metrics(
+    rollout: RolloutBuffer, pairs: list[list[list[int]]], config: OnlineDPO
+) -> dict[str, float]:
+    """Numbers of groups that made a pair and that did not, and the mean difference of the pairs'
+    rewards.
+    """
     metrics = {"pairs": float(len(pairs)), "ties": float(config.prompts_per_rollout - len(pairs))}
     if pairs:
         best, worst = ([pair[which] for (pair,) in pairs] for which in (0, 1))
-        metrics["objective/scores_margin"] = float((rollout.reward[best] - rollout.reward[worst]).mean())
+        metrics["objective/scores_margin"] = float(
+            (rollout.reward[best] - rollout.reward[worst]).mean()
+        )
     return metrics

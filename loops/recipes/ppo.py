@@ -1,11 +1,13 @@
-"""Proximal policy optimization: a value function rates each state, so that one completion of a prompt is enough.
+"""Proximal policy optimization: a value function rates each state, so that one completion of a
+prompt is enough.
 
     r_t          −β log π_old/π_ref of token t, and at the last token the reward of the completion
     V            a linear head, zero at first, on the policy's own backbone, or on a model of its own
     A_t, R_t     generalized advantage estimates and returns, from the values of the policy that begins the rollout
     loss         clipped surrogate of A, whitened over all tokens of the rollout, + c · clipped squared error of V to R
 
-Sharing the backbone needs no second model, and c limits the values' effect on it; `value_model` is the paper's critic.
+Sharing the backbone needs no second model, and c limits the values' effect on it; `value_model` is
+the paper's critic.
 """
 
 import logging
@@ -42,7 +44,8 @@ log = logging.getLogger(__name__)
 def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
     """Open a run that is ready to train, in ``context`` if it is already open.
 
-    The critic or the value head is saved beside the model, for `value_model` or `value_head` of a later run.
+    The critic or the value head is saved beside the model, for `value_model` or `value_head` of a
+    later run.
     """
     losses = ppo_losses(config)
     context = context or open_rl(config, partial(with_values, config=config))
@@ -70,24 +73,32 @@ def save_values(
     *,
     write: bool = True,
 ) -> None:
-    """Write ``critic/``, or ``value_head.safetensors``. All ranks that hold shards call it; one of them writes."""
+    """Write ``critic/``, or ``value_head.safetensors``. All ranks that hold shards call it; one of
+    them writes.
+    """
     if critic is not None:
         save_model(critic, tokenizer, directory / "critic", write=write)
     if value_head is not None:
-        state = {name: whole(tensor.detach()).cpu() for name, tensor in value_head.state_dict().items()}
+        state = {
+            name: whole(tensor.detach()).cpu() for name, tensor in value_head.state_dict().items()
+        }
         if write:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(state, directory / "value_head.safetensors")
 
 
 def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
-    """A policy with a value head, or with a critic; ValueError if the head belongs to a model of another width."""
+    """A policy with a value head, or with a critic; ValueError if the head belongs to a model of
+    another width.
+    """
     device = next(model.parameters()).device
     if config.value_model is not None:
         if sharding:
             log.warning("value_model: probed before sharding, so each rank loads the whole model")
         return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
-    return Policy(model, **config.kernel, **sharding, value_head=open_value_head(model, config).to(device))
+    return Policy(
+        model, **config.kernel, **sharding, value_head=open_value_head(model, config).to(device)
+    )
 
 
 def open_value_head(model: nn.Module, config: PPO) -> nn.Module:
@@ -99,7 +110,9 @@ def open_value_head(model: nn.Module, config: PPO) -> nn.Module:
         nn.init.zeros_(parameter)
     if config.value_head is not None:
         wanted = "wanted value_head.safetensors of a run of ppo with this model"
-        with as_setting_error(f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError):
+        with as_setting_error(
+            f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError
+        ):
             head.load_state_dict(load_file(config.value_head))
     return head
 
@@ -109,14 +122,17 @@ def open_critic(config: PPO) -> Scorer:
     assert config.value_model is not None
     # It is probed before it is sharded.
     settings = replace(config, model=config.value_model, model_revision=None, parallel=Parallel())
-    critic = Scorer(load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before")
+    critic = Scorer(
+        load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before"
+    )
     if (saved := critic.plain.config.get_text_config()).pad_token_id is None:
-        saved.pad_token_id = load_tokenizer(config).eos_token_id  # transformers can't load it otherwise
+        # transformers can't load it otherwise
+        saved.pad_token_id = load_tokenizer(config).eos_token_id
     architecture = critic.plain.config
     if isinstance(config.value_model, str):
-        architecture = as_setting_error(f"value_model: {config.value_model}")(AutoConfig.from_pretrained)(
-            config.value_model
-        )
+        architecture = as_setting_error(f"value_model: {config.value_model}")(
+            AutoConfig.from_pretrained
+        )(config.value_model)
     architectures = architecture.architectures or []
     if not any("SequenceClassification" in name for name in architectures):
         for parameter in critic.head.parameters():
@@ -127,14 +143,20 @@ def open_critic(config: PPO) -> Scorer:
 def ppo_losses(config: PPO) -> dict[str, Term]:
     """The losses of this configuration; ValueError if settings contradict each other."""
     losses = policy_losses(config, "clipped_surrogate", {})
-    if wrong := [name for name in losses if units_of(losses[name].function).get("advantage") == "sequences"]:
+    if wrong := [
+        name for name in losses if units_of(losses[name].function).get("advantage") == "sequences"
+    ]:
         raise ValueError(
             f"loss: {wrong[0]} takes one advantage per completion, and those of ppo differ from token to token; "
             "use clipped_surrogate, or grpo"
         )
     if "advantage" not in tensors_needed(losses):
-        raise ValueError(f"loss: none of {', '.join(losses)} learns from the rewards; add clipped_surrogate")
-    losses["value_loss"] = Term(partial(value_loss, clip=config.value_clip), config.value_coefficient)
+        raise ValueError(
+            f"loss: none of {', '.join(losses)} learns from the rewards; add clipped_surrogate"
+        )
+    losses["value_loss"] = Term(
+        partial(value_loss, clip=config.value_clip), config.value_coefficient
+    )
     return losses
 
 
@@ -148,7 +170,9 @@ def advantages(rollout: RolloutBuffer, *, config: PPO) -> dict[str, Tensor]:
 
 
 def divergence(rollout: RolloutBuffer, config: PPO) -> Tensor:
-    """float64 [tokens], the divergence from the reference of the policy at the start of the rollout."""
+    """float64 [tokens], the divergence from the reference of the policy at the start of the
+    rollout.
+    """
     old = rollout["old_logp"].double()
     if not config.beta:
         return torch.zeros_like(old)

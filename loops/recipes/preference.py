@@ -1,4 +1,5 @@
-"""Preference training on pairs: DPO, any other preference objective of `burnish.objectives`, or a mix of them.
+"""Preference training on pairs: DPO, any other preference objective of `burnish.objectives`, or a
+mix of them.
 
 CPO and ORPO are presets of it, without a reference.
 """
@@ -11,7 +12,14 @@ import torch
 from torch import Tensor
 
 from ...data import encode_preference
-from ...objectives import f_divergence_score, length_desensitized_sum, nll, orpo, sequence_length, sequence_mean
+from ...objectives import (
+    f_divergence_score,
+    length_desensitized_sum,
+    nll,
+    orpo,
+    sequence_length,
+    sequence_mean,
+)
 from ..batch import Batch
 from ..runs.context import open_run
 from ..runs.teacher import open_teacher
@@ -38,12 +46,23 @@ def open_dpo(config: DPO) -> Training:
     losses = dpo_losses(config)
     needed, reduce, score = tensors_needed(losses), completion_logprob(config), None
     if config.divergence != "reverse_kl":
-        score = partial(f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha)
+        score = partial(
+            f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha
+        )
     context = open_run(config, encode_preference)
-    reference, precomputed = context.reference(config.reference, needed=any(name.startswith("ref_") for name in needed))
+    reference, precomputed = context.reference(
+        config.reference, needed=any(name.startswith("ref_") for name in needed)
+    )
     teacher, stored = open_teacher(context, config.teacher, needed=needs_teacher(losses))
     outputs = outputs_for(losses)
-    read = policy_tensors(reference=reference, reduce=reduce, score=score, teacher=teacher, outputs=outputs, pairs=True)
+    read = policy_tensors(
+        reference=reference,
+        reduce=reduce,
+        score=score,
+        teacher=teacher,
+        outputs=outputs,
+        pairs=True,
+    )
     return context.train(losses, read, columns=columns_of(losses), per_token=(precomputed, stored))
 
 
@@ -65,7 +84,9 @@ def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
 
 
 def dpo_losses(config: DPO) -> dict[str, Term]:
-    """The losses, and what is measured beside them; ValueError if settings contradict each other."""
+    """The losses, and what is measured beside them; ValueError if settings contradict each
+    other.
+    """
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
     losses = parse_losses(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
     config.teacher.check(needed=needs_teacher(losses))
@@ -75,10 +96,16 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
         )
     coupled = sorted(STEP_COUPLED & losses.keys())
     if config.pair_weight == "wpo" and coupled:
-        raise ValueError(f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight")
+        raise ValueError(
+            f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight"
+        )
     for name in [name for name, loss in losses.items() if loss.unit == "pairs"]:
-        if config.divergence != "reverse_kl" and "ref_chosen" not in tensors_needed({name: losses[name]}):
-            raise ValueError(f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl")
+        if config.divergence != "reverse_kl" and "ref_chosen" not in tensors_needed(
+            {name: losses[name]}
+        ):
+            raise ValueError(
+                f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
+            )
         if config.pair_weight == "wpo":
             losses[name] = replace(losses[name], factor="wpo")
     return {**losses, **PAIR_METRICS}

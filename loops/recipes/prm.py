@@ -22,7 +22,9 @@ from .settings import PRM
 def open_prm(config: PRM) -> Training:
     """Open a run that is ready to train."""
     encode = partial(
-        encode_stepwise, separator=config.separator, train_on_last_step_only=config.train_on_last_step_only
+        encode_stepwise,
+        separator=config.separator,
+        train_on_last_step_only=config.train_on_last_step_only,
     )
     context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load_prm)
     keep_separator(context.model.plain, config)
@@ -40,12 +42,15 @@ def keep_separator(plain: Any, config: PRM) -> None:
 
 
 def step_scores(
-    scorer: Scorer, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]], steps: Sequence[str]
+    scorer: Scorer,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, Any]],
+    steps: Sequence[str],
 ) -> Tensor:
     """The probability [steps] that each step of a solution is right, given those before it.
 
-    `burnish.objectives.step_aggregate` makes one score of a solution of them. The separator is the one that the model
-    was trained with, read from its configuration.
+    `burnish.objectives.step_aggregate` makes one score of a solution of them. The separator is the
+    one that the model was trained with, read from its configuration.
 
     Raises:
         DataError: if there is no step, or a step is empty or no text.

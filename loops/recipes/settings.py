@@ -24,7 +24,19 @@ from ..config import (
 )
 from ..rl.settings import OnlineConfig, PolicyGradientConfig, SamplingConfig
 
-VariantName = Literal["grpo", "dr_grpo", "dapo", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "vespo", "dppo", "rloo"]
+VariantName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "cispo",
+    "gspo",
+    "gspo_token",
+    "gmpo",
+    "sapo",
+    "vespo",
+    "dppo",
+    "rloo",
+]
 
 
 @dataclass(frozen=True)
@@ -33,15 +45,15 @@ class SFT(OfflineConfig):
 
     learning_rate: NonNegativeFloat = 2e-5
     loss: LossMix = "nll"
-    """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4}; label smoothing is
-    {label_smoothed_nll: {label_smoothing: 0.1}}."""
+    """A token objective of burnish.objectives.supervised, or a mix: {nll: 1.0, z_loss: 1.0e-4};
+    label smoothing is {label_smoothed_nll: {label_smoothing: 0.1}}."""
     weighting: Literal["token_mean", "length_normalized"] = "token_mean"
-    """Weight of a token in every loss without its own weighting: the same for each, or 1 over its completion's
-    length."""
+    """Weight of a token in every loss without its own weighting: the same for each, or 1 over its
+    completion's length."""
     train_on: Literal["auto", "assistant", "completion", "all"] = "auto"
-    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of a plain text. A
-    completion is all that the chat template adds to the prompt, as in TRL, often with a newline after the end token;
-    assistant ends with the end token."""
+    """Tokens that carry loss: auto is assistant for messages, completion after a prompt, and all of
+    a plain text. A completion is all that the chat template adds to the prompt, as in TRL, often
+    with a newline after the end token; assistant ends with the end token."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,9 @@ class Pairs(Settings):
 
     learning_rate: NonNegativeFloat = 1e-6
     beta: PositiveFloat = 0.1
-    """Strength of the pull towards the reference, or scale of the contrast, for every loss that has a beta."""
+    """Strength of the pull towards the reference, or scale of the contrast, for every loss that has
+    a beta.
+    """
     label_smoothing: NoiseShare = 0.0
     """Assumed share of pairs labeled the wrong way round, for every loss that has this."""
 
@@ -60,15 +74,19 @@ class DPO(Referenced, Pairs, OfflineConfig):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
     loss: LossMix = "dpo"
-    """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}; instead of its
-    coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of the chosen completions. Your own is
-    module:function, or from Python the function."""
+    """A preference objective of burnish.objectives, or a mix: {dpo: 0.8, bco_pair: 0.2, nll: 1.0};
+    instead of its coefficient, a loss may have {coefficient: 0.8, beta: 0.2, ...}. nll is that of
+    the chosen completions. Your own is module:function, or from Python the function."""
     logprob_reduction: Literal["sum", "mean"] = "sum"
     """Log-prob of a completion: the sum over its tokens, as in the papers, or their mean."""
     ld_alpha: ClosedUnitInterval = 1.0
-    """How much of a completion's log-prob beyond the length of the pair's shorter one counts (LD-DPO); 1 is all."""
+    """How much of a completion's log-prob beyond the length of the pair's shorter one counts
+    (LD-DPO); 1 is all.
+    """
     pair_weight: Literal["one", "wpo"] = "one"
-    """Weight of a pair: 1, or the probability that the policy generates both of its completions (WPO)."""
+    """Weight of a pair: 1, or the probability that the policy generates both of its completions
+    (WPO).
+    """
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """The f-divergence from the reference (f-DPO); alpha needs `divergence_alpha`."""
     divergence_alpha: OpenUnitInterval = 0.5
@@ -76,7 +94,9 @@ class DPO(Referenced, Pairs, OfflineConfig):
     teacher: Teacher = field(default_factory=Teacher)
     """A teacher, for the loss `distillation` in a mix; for tdpo1 and tdpo2 it is the reference."""
     loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has one of that name."""
+    """Further hyper-parameters by name, such as {gamma: 0.5, tau: 0.05}, for every loss that has
+    one of that name.
+    """
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -86,22 +106,28 @@ class DPO(Referenced, Pairs, OfflineConfig):
 
 @dataclass(frozen=True)
 class CPO(Pairs, OfflineConfig):
-    """Preference training on pairs without a reference: contrast of the two, plus NLL of the chosen completion."""
+    """Preference training on pairs without a reference: contrast of the two, plus NLL of the chosen
+    completion.
+    """
 
     loss: Literal["cpo", "simpo", "alpha_po"] = "cpo"
-    """Contrast of the two completions: of their log-probs (cpo) or of those per token (simpo, alpha_po); for SimPO, its
-    authors set beta to 2 to 2.5."""
+    """Contrast of the two completions: of their log-probs (cpo) or of those per token (simpo,
+    alpha_po); for SimPO, its authors set beta to 2 to 2.5."""
     gamma: NonNegativeFloat = 0.5
     """Target margin of simpo and alpha_po."""
     alpha: float = 0.25
     """Shape of alpha_po's reward; at 0 it is simpo's."""
     nll: NonNegativeFloat = 1.0
-    """Coefficient of the NLL per token of the chosen completions; SimPO and AlphaPO have none (0)."""
+    """Coefficient of the NLL per token of the chosen completions; SimPO and AlphaPO have none
+    (0).
+    """
 
 
 @dataclass(frozen=True)
 class ORPO(OfflineConfig):
-    """Preference training on pairs in one stage: NLL of the chosen completions plus the odds ratio of the two."""
+    """Preference training on pairs in one stage: NLL of the chosen completions plus the odds ratio
+    of the two.
+    """
 
     learning_rate: NonNegativeFloat = 8e-6
     odds_ratio: NonNegativeFloat = 0.1
@@ -110,16 +136,20 @@ class ORPO(OfflineConfig):
 
 @dataclass(frozen=True)
 class KTO(Referenced, OfflineConfig):
-    """Training on completions marked desirable or undesirable; preference pairs count as one of each."""
+    """Training on completions marked desirable or undesirable; preference pairs count as one of
+    each.
+    """
 
     learning_rate: NonNegativeFloat = 1e-6
     loss: LossMix = "kto"
-    """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable completions."""
+    """kto, bco or apo_zero_unpaired, or a mix: {kto: 1.0, nll: 0.1}. nll is that of the desirable
+    completions.
+    """
     beta: PositiveFloat = 0.1
     """Strength of the pull towards the reference, for every loss that has a beta."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of a desirable completion (kto, apo_zero_unpaired); KTO's paper balances the classes to within a factor
-    of 4/3."""
+    """Weight of a desirable completion (kto, apo_zero_unpaired); KTO's paper balances the classes
+    to within a factor of 4/3."""
     undesirable_weight: PositiveFloat = 1.0
     """Weight of an undesirable completion (kto, apo_zero_unpaired)."""
     teacher: Teacher = field(default_factory=Teacher)
@@ -137,13 +167,17 @@ class KTO(Referenced, OfflineConfig):
 
 @dataclass(frozen=True)
 class Reward(OfflineConfig):
-    """A reward model: a new head on the model, trained on pairs, on rated completions or on rankings."""
+    """A reward model: a new head on the model, trained on pairs, on rated completions or on
+    rankings.
+    """
 
     loss: Literal["bradley_terry", "score_regression", "plackett_luce"] = "bradley_terry"
-    """Kind of data: pairs (prompt, chosen, rejected), ratings (prompt, completion, score), or rankings (prompt,
-    completions, ranks)."""
+    """Kind of data: pairs (prompt, chosen, rejected), ratings (prompt, completion, score), or
+    rankings (prompt, completions, ranks)."""
     centering: NonNegativeFloat = 0.0
-    """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its paper has 0.01."""
+    """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its
+    paper has 0.01.
+    """
     margin: str | None = None
     """Numeric column that says by how much the chosen completion of a pair is better."""
 
@@ -155,7 +189,9 @@ class Reward(OfflineConfig):
 
 @dataclass(frozen=True)
 class PRM(OfflineConfig):
-    """A process reward model: a head that judges each step where it ends, trained on solutions with labeled steps."""
+    """A process reward model: a head that judges each step where it ends, trained on solutions with
+    labeled steps.
+    """
 
     separator: str = "\n"
     """Text that ends a step; the model reads it after each step, and scores the step there."""
@@ -165,16 +201,20 @@ class PRM(OfflineConfig):
 
 @dataclass(frozen=True)
 class Distill(SFT, SamplingConfig):
-    """Training on a teacher's distribution of the next token, on messages, text, or prompts with completions."""
+    """Training on a teacher's distribution of the next token, on messages, text, or prompts with
+    completions.
+    """
 
     teacher: Teacher = field(default_factory=Teacher)
     """The teacher and the divergence from it."""
     loss: LossMix = "distillation"
-    """distillation, or a mix of it with token objectives: {distillation: 1.0, nll: 0.5}. Those learn from the data's
-    completions alone; sampled_reverse_kl, a policy gradient with the reverse KL of each token for its cost, from the
-    student's alone."""
+    """distillation, or a mix of it with token objectives: {distillation: 1.0, nll: 0.5}. Those
+    learn from the data's completions alone; sampled_reverse_kl, a policy gradient with the reverse
+    KL of each token for its cost, from the student's alone."""
     on_policy: ClosedUnitInterval = 0.0
-    """Share of the steps on completions that the student samples itself, λ of GKD; 1 is all of them."""
+    """Share of the steps on completions that the student samples itself, λ of GKD; 1 is all of
+    them.
+    """
     group_size: PositiveInt = 1
 
     def contradictions(self) -> Iterator[str]:
@@ -199,22 +239,34 @@ class Distill(SFT, SamplingConfig):
 
 @dataclass(frozen=True)
 class GRPO(PolicyGradientConfig):
-    """Reinforcement learning from rewards, each completion compared with the others of its prompt."""
+    """Reinforcement learning from rewards, each completion compared with the others of its
+    prompt.
+    """
 
     variant: VariantName = "grpo"
-    """Named settings of the loss, its weighting and the advantage; the settings below override them."""
+    """Named settings of the loss, its weighting and the advantage; the settings below override
+    them.
+    """
     weighting: Literal["token_mean", "length_normalized", "fixed_length"] | None = None
-    """Weight of a token: the same for each, 1 over its completion's length, or 1 over max_tokens."""
+    """Weight of a token: the same for each, 1 over its completion's length, or 1 over
+    max_tokens.
+    """
     scale: Literal["group", "batch", "none"] | None = None
-    """Divisor of differences in reward: the standard deviation in the group, in the batch, or nothing."""
+    """Divisor of differences in reward: the standard deviation in the group, in the batch, or
+    nothing.
+    """
     reward_aggregation: Literal["sum", "normalize"] = "sum"
     """Sum rewards before they are compared, or compare them one by one (GDPO)."""
     dynamic_sampling: bool | None = None
     """Skip groups whose rewards are all equal, and sample others instead."""
     kl_as: Literal["loss", "reward"] = "loss"
-    """Use the divergence from the reference as a loss of its own, or subtract it from the reward."""
+    """Use the divergence from the reference as a loss of its own, or subtract it from the
+    reward.
+    """
     use_bias_correction_kl: bool = False
-    """Weight that loss by the ratio of each token, so that its gradient is the divergence's (DeepSeek-V3.2)."""
+    """Weight that loss by the ratio of each token, so that its gradient is the divergence's
+    (DeepSeek-V3.2).
+    """
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -237,7 +289,9 @@ class GRPO(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class RLOO(GRPO):
-    """Reinforcement learning from rewards, each completion compared with the mean of the others of its prompt."""
+    """Reinforcement learning from rewards, each completion compared with the mean of the others of
+    its prompt.
+    """
 
     variant: VariantName = "rloo"
     group_size: PositiveInt = 4
@@ -247,13 +301,17 @@ class RLOO(GRPO):
 
 @dataclass(frozen=True)
 class PPO(PolicyGradientConfig):
-    """Reinforcement learning from rewards with a value function, on one completion of each prompt or several."""
+    """Reinforcement learning from rewards with a value function, on one completion of each prompt
+    or several.
+    """
 
     group_size: PositiveInt = 1
     prompts_per_rollout: PositiveInt = 64
     epochs_per_rollout: PositiveInt = 4
     beta: NonNegativeFloat = 0.05
-    """Strength of the penalty, per token, for leaving the reference policy; 0 needs no reference."""
+    """Strength of the penalty, per token, for leaving the reference policy; 0 needs no
+    reference.
+    """
     gamma: ClosedUnitInterval = 1.0
     """Discount of later rewards, per token."""
     lam: ClosedUnitInterval = 0.95
@@ -261,12 +319,18 @@ class PPO(PolicyGradientConfig):
     value_coefficient: NonNegativeFloat = 0.1
     """Weight of the loss of the values."""
     value_clip: NonNegativeFloat = 0.2
-    """How far a value may move from that at the start of the rollout before its loss stops falling."""
+    """How far a value may move from that at the start of the rollout before its loss stops
+    falling.
+    """
     value_model: Named | None = None
-    """Name or directory of a model of its own for the values, such as a reward model or the critic that an earlier run
-    left, critic/model in its directory; null puts a value head on the policy."""
+    """Name or directory of a model of its own for the values, such as a reward model or the critic
+    that an earlier run left, critic/model in its directory; null puts a value head on the
+    policy.
+    """
     value_head: str | None = None
-    """The value head that an earlier run left, value_head.safetensors in its directory; null begins at 0."""
+    """The value head that an earlier run left, value_head.safetensors in its directory; null begins
+    at 0.
+    """
     missing_eos_penalty: float = 0.0
     """Penalty on the reward of a completion that was cut at max_tokens."""
 
@@ -278,12 +342,16 @@ class PPO(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class OnlineDPO(Pairs, OnlineConfig):
-    """Preference training on pairs of the policy's own completions, the best and the worst of each group by reward."""
+    """Preference training on pairs of the policy's own completions, the best and the worst of each
+    group by reward.
+    """
 
     group_size: PositiveInt = 2
     """Completions per prompt, of which two make a pair."""
     loss: LossMix = "dpo"
-    """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2, nll: 1.0}."""
+    """A preference objective of burnish.objectives, or a mix, as for dpo: {dpo: 0.8, bco_pair: 0.2,
+    nll: 1.0}.
+    """
     missing_eos_penalty: float = 0.0
     """Penalty on the reward of a completion that was cut at max_tokens."""
 
@@ -295,7 +363,9 @@ class OnlineDPO(Pairs, OnlineConfig):
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small model from scratch, offline: SFT, then DPO on its own completions, then GRPO."""
+    """Train a small model from scratch, offline: SFT, then DPO on its own completions, then
+    GRPO.
+    """
 
     output: str = "burnish-demo"
     """Directory of the demonstration; a number is appended if it is taken."""

@@ -10,6 +10,11 @@ from .settings import SFT
 
 def open_sft(config: SFT) -> Training:
     """Open a run that is ready to train."""
-    losses = {**parse_losses(config.loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[config.weighting]), **ENTROPY}
+    losses = {
+        **parse_losses(config.loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[config.weighting]),
+        **ENTROPY,
+    }
     context = open_run(config, encode_supervised, train_on=config.train_on)
-    return context.train(losses, policy_tensors(outputs=outputs_for(losses)), columns=columns_of(losses))
+    return context.train(
+        losses, policy_tensors(outputs=outputs_for(losses)), columns=columns_of(losses)
+    )

@@ -1,10 +1,11 @@
 """Functions in processes of their own, which are killed when a call takes too long.
 
-This is isolation, no sandbox: it protects the run from a function that hangs, crashes or takes too much, not the
-machine from one that means harm, which can read files and use the network. ``jail`` adds walls around code of a model.
+This is isolation, no sandbox: it protects the run from a function that hangs, crashes or takes too
+much, not the machine from one that means harm, which can read files and use the network. ``jail``
+adds walls around code of a model.
 
-A process imports only what the function needs: math equivalence starts in a second, torch alone takes several. So it is
-started without `multiprocessing`, which would import the running script.
+A process imports only what the function needs: math equivalence starts in a second, torch alone
+takes several. So it is started without `multiprocessing`, which would import the running script.
 """
 
 import asyncio
@@ -46,23 +47,25 @@ _SECRET = re.compile("KEY|TOKEN(?!IZERS)|SECRET|PASSWORD|CREDENTIAL", re.IGNOREC
 class isolated:
     """A function that is called in another process, because it may be slow, hang or crash.
 
-    A cancelled call kills its process, with those that the function has started in it, and the next one starts another,
-    which takes as long as the function's imports.
-    Global variables of the function live in that process. Of what it changes in its arguments, only the ``info`` of
-    samples is sent back. It returns plain data: numbers, text, lists and mappings.
+    A cancelled call kills its process, with those that the function has started in it, and the next
+    one starts another, which takes as long as the function's imports.
+    Global variables of the function live in that process. Of what it changes in its arguments, only
+    the ``info`` of samples is sent back. It returns plain data: numbers, text, lists and mappings.
 
     Args:
-        function: anything that can be pickled: a function of a module, or an object such as `MathEquivalence`.
+        function: anything that can be pickled: a function of a module, or an object such as
+            `MathEquivalence`.
         processes: number of calls that can run at the same time.
         memory: GiB that a process may take beyond its imports.
         processor_seconds: that one call may use, over all of its threads.
-        environment: names of variables that it gets beside those that programs need, such as ``OPENAI_API_KEY``. All
-            others, which may hold secrets, are not passed on.
-        jail: run it by bubblewrap (``bwrap``), without network, with a file system that it can't write to, in which
-            the home directory is hidden: for code that a model wrote.
+        environment: names of variables that it gets beside those that programs need, such as
+            ``OPENAI_API_KEY``. All others, which may hold secrets, are not passed on.
+        jail: run it by bubblewrap (``bwrap``), without network, with a file system that it can't
+            write to, in which the home directory is hidden: for code that a model wrote.
 
     Raises:
-        ValueError: if another process could not import the function, or there is no bubblewrap for a jail.
+        ValueError: if another process could not import the function, or there is no bubblewrap for
+            a jail.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class isolated:
             code = _end(process)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise RuntimeError(f"{self.__name__}: its process {self._ending(code, error)}") from error
+            raise RuntimeError(
+                f"{self.__name__}: its process {self._ending(code, error)}"
+            ) from error
         if refusal["error"] is not None:
             _end(process)
             raise RuntimeError(f"in its process:\n{refusal['error']}")
@@ -135,7 +140,9 @@ class isolated:
             code = _end(process)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise RuntimeError(f"{self.__name__}: its process {self._ending(code, error)}") from error
+            raise RuntimeError(
+                f"{self.__name__}: its process {self._ending(code, error)}"
+            ) from error
         self._idle.append((process, connection))
         if answer["error"] is not None:
             explained = f"in its process:\n{answer['error']}"
@@ -156,7 +163,8 @@ class isolated:
             pass_fds=[far_end.fileno()],
             stdin=subprocess.DEVNULL,
             env={**clean_environment(os.environ, self._environment), "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the run, which may need this process until its step is finished
+            # Ctrl-C is for the run, which may need this process until its step is finished
+            start_new_session=True,
         )
         far_end.close()
         connection.send_bytes(self._pickled)
@@ -175,9 +183,13 @@ class isolated:
 
 
 def clean_environment(variables: Mapping[str, str], names: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that programs need, without those that may be secrets, and those of these names."""
+    """The variables that programs need, without those that may be secrets, and those of these
+    names.
+    """
     passed_on = {
-        name: value for name, value in variables.items() if _PASSED_ON.match(name) and not _SECRET.search(name)
+        name: value
+        for name, value in variables.items()
+        if _PASSED_ON.match(name) and not _SECRET.search(name)
     }
     chosen = {name: variables[name] for name in names if name in variables}
     return passed_on | chosen
@@ -186,13 +198,26 @@ def clean_environment(variables: Mapping[str, str], names: Sequence[str] = ()) -
 def _walls() -> list[str]:
     """The command of bubblewrap that another one is run by.
 
-    The file system is there to be read. In place of home directories and ``/tmp`` are empty ones, which hold only what
-    Python imports.
+    The file system is there to be read. In place of home directories and ``/tmp`` are empty ones,
+    which hold only what Python imports.
     """
     home = str(Path.home())
-    hidden = [path for path in dict.fromkeys(("/tmp", "/home", "/root", home)) if Path(path).is_dir()]
+    hidden = [
+        path for path in dict.fromkeys(("/tmp", "/home", "/root", home)) if Path(path).is_dir()
+    ]
     needed = [sys.prefix, sys.base_prefix, os.getcwd(), *sys.path]
-    command = ["bwrap", "--unshare-all", "--die-with-parent", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
+    command = [
+        "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/",
+        "/",
+        "--dev",
+        "/dev",
+        "--proc",
+        "/proc",
+    ]
     for path in hidden:
         command += ["--tmpfs", path]
     for path in dict.fromkeys(map(os.path.abspath, needed)):
@@ -207,7 +232,8 @@ def _ask(connection: Connection, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _receive(connection: Connection) -> dict[str, Any]:
-    # JSON and not pickle: what comes back from code that can't be trusted must not be able to run code here.
+    # JSON and not pickle: what comes back from code that can't be trusted must not be able to run
+    # code here.
     answer = json.loads(connection.recv_bytes(_LARGEST_ANSWER))
     if not isinstance(answer, dict) or not {"error", "value", "infos"} <= set(answer):
         raise ValueError("wanted error, value and infos")
@@ -222,7 +248,9 @@ def _samples(arguments: tuple[Any, ...]) -> list[Sample]:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> int:
-    """Kill a process with all that its function has started, which may hold the other end of the connection, too."""
+    """Kill a process with all that its function has started, which may hold the other end of the
+    connection, too.
+    """
     if process.returncode is None:  # until it is waited for, its number is that of no other group
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -232,7 +260,8 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
 def serve(descriptor: int, memory: float, processor_seconds: float) -> None:
     """Answer calls one after the other, in the process of `isolated`.
 
-    It receives a function, then arguments, and sends what the function returned, or its traceback, as JSON.
+    It receives a function, then arguments, and sends what the function returned, or its traceback,
+    as JSON.
     """
     connection = Connection(descriptor)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
@@ -264,7 +293,9 @@ def serve(descriptor: int, memory: float, processor_seconds: float) -> None:
 
 def _success(value: Any, samples: Sequence[Sample]) -> bytes:
     infos = [plain(dict(sample.info), "sample.info") for sample in samples]
-    return json.dumps({"error": None, "value": plain(value, "the function's result"), "infos": infos}).encode()
+    return json.dumps(
+        {"error": None, "value": plain(value, "the function's result"), "infos": infos}
+    ).encode()
 
 
 def _failure() -> bytes:
@@ -290,7 +321,9 @@ def _lower(kind: int, limit: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process, and what it has started, with its parent, which can't do it when it is killed."""
+    """End this process, and what it has started, with its parent, which can't do it when it is
+    killed.
+    """
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(0, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""Rewards of length and repetition. Only tokens that the policy sampled count, not those of tools and users."""
+"""Rewards of length and repetition. Only tokens that the policy sampled count, not those of tools
+and users.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +18,8 @@ from .scoring import as_score, is_async
 class LengthTarget(Settings):
     """Distance of the length from ``target``, n*: r = −α |n − n*|, with the ``coefficient`` α > 0.
 
-    Paper: Aggarwal and Welleck 2025 (L1), arXiv:2503.04697; α = 0.0003 there, beside a reward of 1 for a right answer.
+    Paper: Aggarwal and Welleck 2025 (L1), arXiv:2503.04697; α = 0.0003 there, beside a reward of 1
+    for a right answer.
     """
 
     prefix = "length."
@@ -29,7 +32,8 @@ class LengthTarget(Settings):
 
 @dataclass(frozen=True)
 class SoftOverlong(Settings):
-    """Soft over-long punishment: nothing up to a length, then linearly down to −1 at the limit, and −1 beyond.
+    """Soft over-long punishment: nothing up to a length, then linearly down to −1 at the limit, and
+    −1 beyond.
 
         r = 0                      n ≤ L − C
         r = ((L − C) − n)/C        L − C < n ≤ L
@@ -37,7 +41,8 @@ class SoftOverlong(Settings):
 
     Args:
         limit: L, tokens.
-        buffer: C, the tokens before the limit in which the punishment grows; 0 punishes from the limit on.
+        buffer: C, the tokens before the limit in which the punishment grows; 0 punishes from the
+            limit on.
 
     Paper: Yu et al. 2025 (DAPO), arXiv:2503.14476, Eq. 13; L = 20480 and C = 4096 there.
     """
@@ -49,7 +54,9 @@ class SoftOverlong(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.buffer > self.limit:
-            raise ValueError(f"soft_overlong: wanted buffer <= limit, got {self.buffer} and {self.limit}")
+            raise ValueError(
+                f"soft_overlong: wanted buffer <= limit, got {self.buffer} and {self.limit}"
+            )
 
     def __call__(self, row: Row, sample: Sample) -> float:
         over = sum(sample.trained) - (self.limit - self.buffer)
@@ -60,10 +67,12 @@ class SoftOverlong(Settings):
 
 @dataclass(frozen=True)
 class Repetition(Settings):
-    """The share of n-grams that are repeats of others: r = −p (1 − unique/all), 0 for less than n tokens.
+    """The share of n-grams that are repeats of others: r = −p (1 − unique/all), 0 for less than n
+    tokens.
 
-    N-grams consist of adjacent sampled tokens: none spans a tool's or a user's turn. ``penalty`` is p ≥ 0. It is TRL's
-    ``get_repetition_penalty_reward``; the paper charges the repeated tokens one by one.
+    N-grams consist of adjacent sampled tokens: none spans a tool's or a user's turn. ``penalty`` is
+    p ≥ 0. It is TRL's ``get_repetition_penalty_reward``; the paper charges the repeated tokens one
+    by one.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.2.
     """
@@ -79,7 +88,9 @@ class Repetition(Settings):
 
     def __call__(self, row: Row, sample: Sample) -> float:
         ngrams = []
-        for sampled, run in groupby(zip(sample.tokens, sample.trained, strict=True), key=lambda pair: pair[1]):
+        for sampled, run in groupby(
+            zip(sample.tokens, sample.trained, strict=True), key=lambda pair: pair[1]
+        ):
             tokens = [token for token, _ in run]
             if sampled:
                 ngrams += [tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)]
@@ -92,14 +103,15 @@ class CosineLength(Settings):
 
         r = b + ½(a − b)(1 + cos(π min(n/L, 1)))
 
-    The paper has a further penalty for completions that reach the limit, which `SoftOverlong` is for; here, as in TRL,
-    they get b. The default values are TRL's.
+    The paper has a further penalty for completions that reach the limit, which `SoftOverlong` is
+    for; here, as in TRL, they get b. The default values are TRL's.
 
     Args:
         limit: L, tokens.
-        right, wrong: (a, b), the rewards of right and wrong completions of no token and of L tokens.
-        correct: a plain function whose score is 0.5 or more for a right completion; None is passed on, other values are
-            NaN.
+        right, wrong: (a, b), the rewards of right and wrong completions of no token and of L
+            tokens.
+        correct: a plain function whose score is 0.5 or more for a right completion; None is passed
+            on, other values are NaN.
 
     Paper: Yeo et al. 2025, arXiv:2502.03373, Appendix C.1.
     """
@@ -113,7 +125,9 @@ class CosineLength(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if is_async(self.correct):
-            raise ValueError("cosine: correct must be a plain function; isolate the whole, not what is inside it")
+            raise ValueError(
+                "cosine: correct must be a plain function; isolate the whole, not what is inside it"
+            )
 
     @property
     def columns(self) -> Sequence[str]:
@@ -124,4 +138,9 @@ class CosineLength(Settings):
         if isinstance(value, str | None):
             return math.nan if value else None
         start, end = self.right if value >= 0.5 else self.wrong
-        return end + (start - end) * (1 + math.cos(math.pi * min(sum(sample.trained) / self.limit, 1.0))) / 2
+        return (
+            end
+            + (start - end)
+            * (1 + math.cos(math.pi * min(sum(sample.trained) / self.limit, 1.0)))
+            / 2
+        )

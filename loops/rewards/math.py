@@ -15,15 +15,18 @@ _FRACTION = re.compile(r"(?<!\d)[¼-¾⅐-⅞]")  # after a digit it is part of 
 
 @dataclass(frozen=True)
 class MathEquivalence:
-    """1 if the last mathematical expression of the completion equals the row's answer, by Math-Verify, otherwise 0.
+    """1 if the last mathematical expression of the completion equals the row's answer, by
+    Math-Verify, otherwise 0.
 
-    42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. An expression in \\boxed{} is
-    read first. A completion without any mathematics is wrong (0). The reward does not apply to a row whose answer can't
-    be read (None). The answer is in ``column``: text, LaTeX with or without dollar signs, or a number; of a text with
-    #### (GSM8K), the part after it.
+    42, 42.0, $42$ and \\boxed{42} are the same answer, and so are 1/2, 0.5 and \\frac12. An
+    expression in \\boxed{} is read first. A completion without any mathematics is wrong (0). The
+    reward does not apply to a row whose answer can't be read (None). The answer is in ``column``:
+    text, LaTeX with or without dollar signs, or a number; of a text with #### (GSM8K), the part
+    after it.
 
-    Simplifying an expression may take forever, so name it in a configuration, which has it run in a process of its own,
-    or wrap it in `isolated`. The library's own timeouts use alarms, which work only in the main thread: they are off.
+    Simplifying an expression may take forever, so name it in a configuration, which has it run in a
+    process of its own, or wrap it in `isolated`. The library's own timeouts use alarms, which work
+    only in the main thread: they are off.
     """
 
     column: str = "answer"
@@ -38,11 +41,14 @@ class MathEquivalence:
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
         library = importlib.import_module("math_verify")  # imported late: sympy takes a second
-        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+        # it warns that its timeouts are off
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
         if row[self.column] is None:
             return None
         gold = str(row[self.column]).rpartition("####")[2].strip()
-        expected = _parse(library, gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}")
+        expected = _parse(
+            library, gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}"
+        )
         if all(isinstance(expression, str) for expression in expected):
             return None
         answer = _parse(library, sample.text)
@@ -50,6 +56,9 @@ class MathEquivalence:
 
 
 def _parse(library: Any, text: str) -> list[Any]:
-    text = _FRACTION.sub(lambda sign: unicodedata.normalize("NFKC", sign[0]).replace("⁄", "/"), text.replace("−", "-"))
+    text = _FRACTION.sub(
+        lambda sign: unicodedata.normalize("NFKC", sign[0]).replace("⁄", "/"),
+        text.replace("−", "-"),
+    )
     kinds = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
     return list(library.parse(text, kinds, parsing_timeout=None, raise_on_error=True))

@@ -15,13 +15,15 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """The score in [0, 1] that the verifier of the row's task gives the answer; rows are `reasoning_gym_rows`.
+    """The score in [0, 1] that the verifier of the row's task gives the answer; rows are
+    `reasoning_gym_rows`.
 
     Args:
-        tag: the answer is the text between the last <tag> and </tag>; without them there is none, which every task
-            scores 0. An empty tag takes the whole text.
+        tag: the answer is the text between the last <tag> and </tag>; without them there is none,
+            which every task scores 0. An empty tag takes the whole text.
 
-    Library: reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), the extra `burnish[reasoning]`.
+    Library: reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), the extra
+    `burnish[reasoning]`.
     """
 
     tag: str = "answer"
@@ -38,12 +40,15 @@ class ReasoningGym:
 def reasoning_gym_rows(
     task: str, count: int, *, seed: int, instruction: str = INSTRUCTION, **options: Any
 ) -> list[dict[str, str | list[dict[str, str]]]]:
-    """Questions of a task as rows: a prompt, the answer where there is one, and what the verifier needs.
+    """Questions of a task as rows: a prompt, the answer where there is one, and what the verifier
+    needs.
 
-    Rows hold the questions themselves, not their seeds: some tasks draw other questions in every process.
+    Rows hold the questions themselves, not their seeds: some tasks draw other questions in every
+    process.
 
     Args:
-        instruction: text after the question; it should say how to mark the answer, see `ReasoningGym`.
+        instruction: text after the question; it should say how to mark the answer, see
+            `ReasoningGym`.
         options: the task's own, such as the number of digits.
 
     Raises:
@@ -55,7 +60,14 @@ def reasoning_gym_rows(
     rows: list[dict[str, Any]] = []
     for entry in map(data.__getitem__, range(count)):
         prompt = [{"role": "user", "content": f"{entry['question']}\n{instruction}".strip()}]
-        rows.append({"prompt": prompt, "answer": entry["answer"], "task": task, "entry": json.dumps(_encoded(entry))})
+        rows.append(
+            {
+                "prompt": prompt,
+                "answer": entry["answer"],
+                "task": task,
+                "entry": json.dumps(_encoded(entry)),
+            }
+        )
     return rows
 
 
@@ -69,15 +81,17 @@ def _gym(task: str) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise ImportError("reasoning_gym: needs the package; pip install 'burnish[reasoning]'") from error
+        raise ImportError(
+            "reasoning_gym: needs the package; pip install 'burnish[reasoning]'"
+        ) from error
     if task not in DATASETS:
         raise ValueError(nearest("reasoning_gym: no task", task, DATASETS))
     return reasoning_gym
 
 
 def _encoded(value: Any) -> Any:
-    """The value in JSON with tuples and keys preserved: verifiers compare tuples and look up numbers, which JSON would
-    turn into lists and texts."""
+    """The value in JSON with tuples and keys preserved: verifiers compare tuples and look up
+    numbers, which JSON would turn into lists and texts."""
     if isinstance(value, tuple):
         return {"tuple": [_encoded(item) for item in value]}
     if isinstance(value, dict):

@@ -6,7 +6,8 @@ rewards:
   my_module:function: 0.5                       # your own: function, class, or one written for TRL
   brief: {function: length, target: 100}        # under another name, of which it may be one of several
 
-In Python, a function may take the place of its name, and one or a list of them that of a mapping with weights of 1.
+In Python, a function may take the place of its name, and one or a list of them that of a mapping
+with weights of 1.
 """
 
 import inspect
@@ -40,39 +41,50 @@ _ISOLATED = ("math", "cosine")  # sympy may take forever on a policy's expressio
 def resolve_rewards(spec: RewardMix, **given: Any) -> list[RewardFunction]:
     """The functions that a configuration names.
 
-    Settings of every reward are ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` and ``function`` (the reward,
-    if the key is another name); others are its own. With ``isolate: true`` it runs in a process of its own, as math and
-    cosine do, or with a mapping of arguments of `isolated`, such as {memory: 8, jail: true}; with false it never does;
-    otherwise once a call has taken too long.
+    Settings of every reward are ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` and
+    ``function`` (the reward, if the key is another name); others are its own. With
+    ``isolate: true`` it runs in a process of its own, as math and cosine do, or with a mapping of
+    arguments of `isolated`, such as {memory: 8, jail: true}; with false it never does; otherwise
+    once a call has taken too long.
 
     Args:
-        given: values that a reward may request by the name of a parameter, such as the policy's ``tokenizer``, and the
-            ``device`` to load a model on.
+        given: values that a reward may request by the name of a parameter, such as the policy's
+            ``tokenizer``, and the ``device`` to load a model on.
 
     Raises:
         ValueError: lists the available names if one is not found.
     """
     if not spec:
-        raise ValueError(f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function")
+        raise ValueError(
+            f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function"
+        )
     rewards: dict[str, RewardFunction] = {}
     each: Any = [spec] if callable(spec) or isinstance(spec, str) else spec
     for key, value in (spec if isinstance(spec, Mapping) else dict.fromkeys(each, 1.0)).items():
         if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
             hint = "; your own function is a key: {function: 1.0}" if callable(value) else ""
-            raise ValueError(f"reward {key}: wanted its weight, or a mapping of settings, got {value!r}{hint}")
+            raise ValueError(
+                f"reward {key}: wanted its weight, or a mapping of settings, got {value!r}{hint}"
+            )
         settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
         weight, timeout = float(settings.pop("weight", 1.0)), float(settings.pop("timeout", 30.0))
         what = settings.pop("function", key)
         name = key.rpartition(":")[2] if isinstance(key, str) else name_of(key)
         isolate = settings.pop("isolate", what in _ISOLATED or None)
-        reward = RewardFunction(name, _function(what, settings, given), weight, timeout, isolate is None)
+        reward = RewardFunction(
+            name, _function(what, settings, given), weight, timeout, isolate is None
+        )
         if isolate:
             reward.function = _isolated(name, reward.function, isolate)
         if name in rewards:
-            raise ValueError(f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}")
+            raise ValueError(
+                f"rewards: two are called {name}; rename one, as in {{other: {{function: {name}}}}}"
+            )
         rewards[name] = reward
     if not any(reward.weight for reward in rewards.values()):
-        raise ValueError("rewards: every weight is 0, so nothing would be learned; give one above 0")
+        raise ValueError(
+            "rewards: every weight is 0, so nothing would be learned; give one above 0"
+        )
     return list(rewards.values())
 
 
@@ -91,9 +103,13 @@ def _isolated(name: str, function: Any, how: Any) -> isolated:
 
 
 def environment_reward(row: Row, sample: Sample) -> float | None:
-    """The environment's rewards summed over the turns of a conversation; NaN if it failed in one of them."""
+    """The environment's rewards summed over the turns of a conversation; NaN if it failed in one of
+    them.
+    """
     if "environment_reward" not in sample.info:
-        raise ValueError("environment: this completion comes from no environment; name one, or leave this reward out")
+        raise ValueError(
+            "environment: this completion comes from no environment; name one, or leave this reward out"
+        )
     reward: float | str | None = sample.info["environment_reward"]
     return math.nan if isinstance(reward, str) else reward
 
@@ -110,7 +126,9 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     name = name if isinstance(name, str) else name_of(name)
     function = build(f"reward {name}", factory, resolved(settings), **given)
     if not callable(function):
-        raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}")
+        raise ValueError(
+            f"reward {name}: wanted a function or a class with __call__, got {type(function).__name__}"
+        )
     return function
 
 
@@ -118,13 +136,20 @@ def _look_at(name: str, found: Any) -> None:
     """Check that what a configuration names can score completions, before it is built or called.
 
     Raises:
-        ValueError: if it is no function and no class with ``__call__``, or its parameters are not those of a reward.
+        ValueError: if it is no function and no class with ``__call__``, or its parameters are not
+            those of a reward.
     """
     scores = found
     if inspect.isclass(found):
-        scores = next((vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None)
+        scores = next(
+            (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
+        )
     if not callable(scores):
-        kind = f"the class {found.__name__} without it" if inspect.isclass(found) else type(found).__name__
+        kind = (
+            f"the class {found.__name__} without it"
+            if inspect.isclass(found)
+            else type(found).__name__
+        )
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {kind}")
     try:
         signature = inspect.signature(scores)

@@ -1,6 +1,7 @@
 """Reward models, which score a completion, and process reward models, which score its steps.
 
-They read the policy's sampled tokens, because tokenizing text again may give others; another vocabulary is refused.
+They read the policy's sampled tokens, because tokenizing text again may give others; another
+vocabulary is refused.
 """
 
 from collections.abc import Sequence
@@ -28,23 +29,28 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class RewardModel:
-    """The score that a reward model gives to prompt and completion, where the completion ends (`loops.recipes.reward`).
+    """The score that a reward model gives to prompt and completion, where the completion ends
+    (`loops.recipes.reward`).
 
-    A completion without a token can't be scored. Completions of one prompt are scored together; it is read once, and so
-    are equal completions, whose scores would differ by rounding.
+    A completion without a token can't be scored. Completions of one prompt are scored together; it
+    is read once, and so are equal completions, whose scores would differ by rounding.
 
     Args:
         model: directory, or name on the Hub.
         tokenizer: the policy's.
-        micro_tokens: tokens that one forward pass computes at most, unless one completion alone has more.
+        micro_tokens: tokens that one forward pass computes at most, unless one completion alone has
+            more.
 
     Raises:
-        ValueError: if its tokens are not the policy's, if it is no reward model, or if its head is in no file.
+        ValueError: if its tokens are not the policy's, if it is no reward model, or if its head is
+            in no file.
     """
 
     over, concurrency = "group", 1
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, device: str = DEVICE, micro_tokens: int = 8192) -> None:
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, *, device: str = DEVICE, micro_tokens: int = 8192
+    ) -> None:
         self.scorer, _ = load_scorer("reward_model", model, tokenizer, device)
         self.micro_tokens = micro_tokens
 
@@ -62,19 +68,24 @@ class RewardModel:
             examples[-1].trained.append([True] * len(tokens))
         pad, device = self.scorer.plain.config.get_text_config().pad_token_id, self.scorer.device
         batches = [collate([ends_marked(example, pad)], device=device) for example in examples]
-        values = dict(zip(different, scores(self.scorer, batches).tolist() if batches else (), strict=True))
+        values = dict(
+            zip(different, scores(self.scorer, batches).tolist() if batches else (), strict=True)
+        )
         return [values.get(text) for text in texts]
 
 
 class ProcessRewardModel:
-    """A process reward model's scores of a completion's steps as one number; see `loops.recipes.prm`.
+    """A process reward model's scores of a completion's steps as one number; see
+    `loops.recipes.prm`.
 
-    A step ends with the token that completes the separator, or with the completion, to which a missing separator is
-    added, because the model was trained to score there. Runs of separators end one step.
+    A step ends with the token that completes the separator, or with the completion, to which a
+    missing separator is added, because the model was trained to score there. Runs of separators end
+    one step.
 
     Args:
         model, tokenizer: see `RewardModel`.
-        how: the weakest step, the product, the last one or the mean, see `objectives.step_aggregate`.
+        how: the weakest step, the product, the last one or the mean, see
+            `objectives.step_aggregate`.
     """
 
     concurrency = 1
@@ -97,7 +108,9 @@ class ProcessRewardModel:
             return None
         batch = collate([Example(sample.prompt, [completion], [ends])], device=self.scorer.device)
         probability = scores(self.scorer, [batch]).sigmoid().double().cpu()
-        return step_aggregate(probability, torch.zeros(len(probability), dtype=torch.int64), 1, how=self.how).item()
+        return step_aggregate(
+            probability, torch.zeros(len(probability), dtype=torch.int64), 1, how=self.how
+        ).item()
 
     def _steps(self, sample: Sample) -> tuple[list[int], list[bool]]:
         """Tokens of the completion, and which of them end a step that the policy wrote."""
@@ -110,7 +123,8 @@ class ProcessRewardModel:
         ends, step = [False] * len(completion), list[int]()
         for t, token in enumerate(completion):
             step += [token] if sampled[t] else []
-            if separator in self.tokenizer.decode(step[-len(separator.encode()) :]):  # a token has a byte at least
+            # a token has a byte at least
+            if separator in self.tokenizer.decode(step[-len(separator.encode()) :]):
                 ends[t], step = bool(self.tokenizer.decode(step).replace(separator, "").strip()), []
         if self.tokenizer.decode(step).strip():
             closing = list(self.model_tokenizer(separator, add_special_tokens=False)["input_ids"])
@@ -128,7 +142,9 @@ class Judge(NamedTuple):
 
 
 JUDGES = {
-    "reward_model": Judge(AutoModelForSequenceClassification, "ForSequenceClassification", "whole completions"),
+    "reward_model": Judge(
+        AutoModelForSequenceClassification, "ForSequenceClassification", "whole completions"
+    ),
     "prm": Judge(AutoModelForTokenClassification, "ForTokenClassification", "their steps"),
 }
 
@@ -139,8 +155,8 @@ def load_scorer(
     """The model and its tokenizer.
 
     Raises:
-        ValueError: if the model is of the other kind, if its head is in none of its files, or at the first token of
-            the policy that it reads as another one, or does not know.
+        ValueError: if the model is of the other kind, if its head is in none of its files, or at
+            the first token of the policy that it reads as another one, or does not know.
     """
     judge = JUDGES[who]
     with as_setting_error(f"{who}: {model}"):
@@ -161,7 +177,9 @@ def load_scorer(
 
 
 def _refuse_other_kind(who: str, config: Any) -> None:
-    """Both kinds may have heads of one name and shape: then `transformers` loads either as the other."""
+    """Both kinds may have heads of one name and shape: then `transformers` loads either as the
+    other.
+    """
     for saved in getattr(config, "architectures", None) or ():
         for other, judge in JUDGES.items():
             if other != who and saved.endswith(judge.architecture):

@@ -14,11 +14,12 @@ completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may
     a word         a key of `ADVICE`: it failed, so the score is unknown and the completion is masked, whatever the
                    other functions give
 
-Masked completions, and completions to which no function applies, are excluded from training and from the statistics
-of their group. A function of weight 0 masks nothing. Missing scores are counted by their reason, and are never 0.
+Masked completions, and completions to which no function applies, are excluded from training and
+from the statistics of their group. A function of weight 0 masks nothing. Missing scores are counted
+by their reason, and are never 0.
 
-Functions get copies of rows and samples, so that nothing that they change is trained on. What they store in
-``sample.info`` is kept.
+Functions get copies of rows and samples, so that nothing that they change is trained on. What they
+store in ``sample.info`` is kept.
 """
 
 import asyncio
@@ -51,7 +52,8 @@ CONCURRENCY = 32
 """Calls of a function that run at the same time, unless it has an attribute of this name."""
 
 _PACKAGE = f"{__name__.partition('.')[0]}.loops."
-_OF_TRL = {"prompts", "completions", "completion_ids"}  # parameters that tell a function written for TRL
+# parameters that tell a function written for TRL
+_OF_TRL = {"prompts", "completions", "completion_ids"}
 _LARGEST = 3.4e38  # about the largest float32, so that neither sums nor squares overflow in float64
 
 ADVICE = {
@@ -63,7 +65,8 @@ ADVICE = {
     "error": "the function should return None for a completion that it does not apply to",
 }
 
-# Failures that come again with every call. A timeout does not: at first a judge may still be loading its model.
+# Failures that come again with every call. A timeout does not: at first a judge may still be
+# loading its model.
 _LASTING = ("error", "not a number", "nan", "infinite", "wrong length")
 
 
@@ -82,7 +85,8 @@ class RewardFunction:
     Attributes:
         function: in one of our forms, or of text or TRL, see `adapted`.
         weight: weight of its score in the sum; at 0 it is only measured.
-        timeout: seconds that one call may take; a batched function has one call for all its completions.
+        timeout: seconds that one call may take; a batched function has one call for all its
+            completions.
         isolate: whether it moves to processes of its own once a call has taken too long.
         reported: the first failure of each kind, as logged.
     """
@@ -101,17 +105,26 @@ class RewardFunction:
         if not math.isfinite(self.weight):
             raise ValueError(f"reward {self.name}: its weight must be finite, got {self.weight}")
         if not self.timeout > 0:
-            raise ValueError(f"reward {self.name}: its timeout must be > 0 seconds, got {self.timeout}")
+            raise ValueError(
+                f"reward {self.name}: its timeout must be > 0 seconds, got {self.timeout}"
+            )
         self.function = adapted(self.function)
         over = getattr(self.function, "over", "sample")
         if over not in ("sample", "group", "step"):
-            raise ValueError(f"reward {self.name}: its attribute over must be sample, group or step, got {over!r}")
+            raise ValueError(
+                f"reward {self.name}: its attribute over must be sample, group or step, got {over!r}"
+            )
         concurrency = getattr(self.function, "concurrency", 1)
-        if not isinstance(concurrency, int) or concurrency < 1:  # at 0 each call would wait for ever
-            raise ValueError(f"reward {self.name}: its attribute concurrency must be >= 1, got {concurrency!r}")
+        # at 0 each call would wait for ever
+        if not isinstance(concurrency, int) or concurrency < 1:
+            raise ValueError(
+                f"reward {self.name}: its attribute concurrency must be >= 1, got {concurrency!r}"
+            )
 
 
-def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step") -> Callable[..., Any]:
+def batched(
+    function: Callable[..., Any], over: Literal["group", "step"] = "step"
+) -> Callable[..., Any]:
     """Mark a function of several completions, all of a prompt or all of a call."""
     if over not in ("group", "step"):
         raise ValueError(f"batched: over must be group or step, got {over!r}")
@@ -119,20 +132,26 @@ def batched(function: Callable[..., Any], over: Literal["group", "step"] = "step
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reward function as one of ours: the names of its parameters tell whether it was written for TRL or for text.
+    """A reward function as one of ours: the names of its parameters tell whether it was written for
+    TRL or for text.
 
-    A function of text, ``f(completion, ...)``, is called by the names of its parameters: ``completion`` is the text,
-    ``row`` the whole row, others are its columns, such as ``prompt``; ``**columns`` gets all of these.
+    A function of text, ``f(completion, ...)``, is called by the names of its parameters:
+    ``completion`` is the text, ``row`` the whole row, others are its columns, such as ``prompt``;
+    ``**columns`` gets all of these.
 
-    One of TRL, ``f(prompts, completions, **columns) -> list[float]``, gets what it would get there: prompts as the rows
-    have them, completions as messages if the prompts are messages and as text otherwise, ``completion_ids``, and all
-    other columns by their names. What it logs by ``log_extra`` and ``log_metric`` is kept in ``sample.info``.
+    One of TRL, ``f(prompts, completions, **columns) -> list[float]``, gets what it would get there:
+    prompts as the rows have them, completions as messages if the prompts are messages and as text
+    otherwise, ``completion_ids``, and all other columns by their names. What it logs by
+    ``log_extra`` and ``log_metric`` is kept in ``sample.info``.
 
     Raises:
-        ValueError: if it has other parameters, or can't do without TRL's trainer; or if it is a name.
+        ValueError: if it has other parameters, or can't do without TRL's trainer; or if it is a
+            name.
     """
     if isinstance(function, str):
-        raise ValueError(f"reward: wanted a function, got {function!r}; `resolve_rewards` makes those that have a name")
+        raise ValueError(
+            f"reward: wanted a function, got {function!r}; `resolve_rewards` makes those that have a name"
+        )
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # built-in functions have none that can be read
@@ -150,7 +169,9 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
         ours = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
         columns = ["prompt", *(name for name in required if name not in ours)]
         takes = None if takes_all else tuple(parameters)
-        return with_attributes(partial(_call_trl, function, takes), function, over="step", columns=columns)
+        return with_attributes(
+            partial(_call_trl, function, takes), function, over="step", columns=columns
+        )
     if "completion" in parameters:
         columns = [name for name in required if name not in ("completion", "row", "sample")]
         by_names = partial(_call_by_names, function, tuple(parameters), takes_all)
@@ -182,9 +203,17 @@ def check_signature(name: str, signature: inspect.Signature) -> None:
         raise ValueError(f"reward {name}: {wanted}, got {signature}") from error
 
 
-def with_attributes(reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any) -> Callable[..., Any]:
-    """A `functools.partial`, which can be pickled, with name and attributes of the function that it calls, and more."""
-    kept = {name: getattr(function, name) for name in ("columns", "concurrency") if hasattr(function, name)}
+def with_attributes(
+    reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any
+) -> Callable[..., Any]:
+    """A `functools.partial`, which can be pickled, with name and attributes of the function that it
+    calls, and more.
+    """
+    kept = {
+        name: getattr(function, name)
+        for name in ("columns", "concurrency")
+        if hasattr(function, name)
+    }
     vars(reward).update(kept | attributes, __name__=name_of(function))
     return reward
 
@@ -193,17 +222,21 @@ def name_of(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]) -> None:
+async def score_samples(
+    rewards: Sequence[RewardFunction], rows: Sequence[Row], samples: Sequence[Sample]
+) -> None:
     """Score every sample by every function, and write ``sample.rewards[name]``.
 
-    A sample without a token, of a conversation that never began, is shown to no function: "aborted" is its score.
-    Numbers of numpy and torch that functions store in ``sample.info`` become Python's.
+    A sample without a token, of a conversation that never began, is shown to no function: "aborted"
+    is its score. Numbers of numpy and torch that functions store in ``sample.info`` become
+    Python's.
 
     Args:
         rows: for each sample, the row of the data that its prompt came from.
 
     Raises:
-        ValueError: if two functions have the same name, or one stored a value in ``sample.info`` that can't be saved.
+        ValueError: if two functions have the same name, or one stored a value in ``sample.info``
+            that can't be saved.
     """
     refuse_abandoned()
     names = [reward.name for reward in rewards]
@@ -225,11 +258,14 @@ async def score_samples(rewards: Sequence[RewardFunction], rows: Sequence[Row], 
     await asyncio.gather(*calls)
     for sample in samples:
         who = f"completion {sample.index} of task {sample.task}, scored by {', '.join(names)}"
-        sample.info = plain(dict(sample.info), f"{who}: sample.info")  # a copy: a late call may write to it
+        # a copy: a late call may write to it
+        sample.info = plain(dict(sample.info), f"{who}: sample.info")
 
 
 def _units(over: str, samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int]]:
-    """The completions of each call: one, all of a prompt (group), or all (step); none makes no call."""
+    """The completions of each call: one, all of a prompt (group), or all (step); none makes no
+    call.
+    """
     if over == "sample":
         return [[i] for i in indices]
     if over == "step":
@@ -241,9 +277,11 @@ def _units(over: str, samples: Sequence[Sample], indices: Sequence[int]) -> list
 
 
 def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Raise ValueError, with the first failure, if a function has failed in each of its calls for these samples.
+    """Raise ValueError, with the first failure, if a function has failed in each of its calls for
+    these samples.
 
-    Calls that took too long don't count: in the first rollout they may have waited for a model to be loaded.
+    Calls that took too long don't count: in the first rollout they may have waited for a model to
+    be loaded.
     """
     for reward in rewards:
         failures = list(dict.fromkeys(sample.rewards[reward.name] for sample in samples))
@@ -257,13 +295,19 @@ def refuse_broken(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 
 def refuse_silent(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) -> None:
-    """Raise ValueError if a function without a return statement, or all functions, gave these samples no score.
+    """Raise ValueError if a function without a return statement, or all functions, gave these
+    samples no score.
 
-    A function may return None for all of a rollout, if it applies to other prompts and others score these.
+    A function may return None for all of a rollout, if it applies to other prompts and others score
+    these.
     """
     if not samples:
         return
-    silent = [reward for reward in rewards if all(sample.rewards[reward.name] is None for sample in samples)]
+    silent = [
+        reward
+        for reward in rewards
+        if all(sample.rewards[reward.name] is None for sample in samples)
+    ]
     for reward in silent:
         if len(silent) == len(rewards) or returns_nothing(reward.function):
             raise ValueError(
@@ -274,8 +318,11 @@ def refuse_silent(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 
 def returns_nothing(function: Any) -> bool:
-    """True if a Python function has no return statement with a value; false where that can't be read."""
-    while isinstance(function, partial):  # of `adapted`, whose function is the first argument, or of `batched`
+    """True if a Python function has no return statement with a value; false where that can't be
+    read.
+    """
+    # of `adapted`, whose function is the first argument, or of `batched`
+    while isinstance(function, partial):
         ours = str(getattr(function.func, "__module__", "")).startswith(_PACKAGE)
         function = function.args[0] if ours and function.args else function.func
     if not inspect.isroutine(function):
@@ -285,22 +332,33 @@ def returns_nothing(function: Any) -> bool:
         return False
     last = None
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "RETURN_VALUE" and not (last and last.opname == "LOAD_CONST" and last.argval is None):
+        if instruction.opname == "RETURN_VALUE" and not (
+            last and last.opname == "LOAD_CONST" and last.argval is None
+        ):
             return False
-        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:  # in Python 3.12 and 3.13
+        # in Python 3.12 and 3.13
+        if instruction.opname == "RETURN_CONST" and instruction.argval is not None:
             return False
         last = instruction
     return True
 
 
-def check_columns(rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data") -> None:
-    """Raise ValueError, before anything is sampled, if a column that a function reads is missing."""
+def check_columns(
+    rewards: Sequence[RewardFunction], columns: Iterable[str], source: str = "the data"
+) -> None:
+    """Raise ValueError, before anything is sampled, if a column that a function reads is
+    missing.
+    """
     there = set(columns)
     for reward in rewards:
         for wanted in getattr(reward.function, "columns", ()):
             if wanted not in there:
                 advice = "rename a column, or tell the reward which one to read"
-                raise ValueError(nearest(f"reward {reward.name}: {advice}; {source} has no column", wanted, there))
+                raise ValueError(
+                    nearest(
+                        f"reward {reward.name}: {advice}; {source} has no column", wanted, there
+                    )
+                )
 
 
 def as_score(value: Any) -> float | str | None:
@@ -325,9 +383,9 @@ def as_score(value: Any) -> float | str | None:
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call a user's function: an async one is awaited, and must not block the event loop.
 
-    A plain one is called in a daemon thread, which is abandoned when its time is up: threads can't be stopped, and one
-    that never releases the interpreter (a regular expression that backtracks forever) blocks all others; see
-    `isolated`.
+    A plain one is called in a daemon thread, which is abandoned when its time is up: threads can't
+    be stopped, and one that never releases the interpreter (a regular expression that backtracks
+    forever) blocks all others; see `isolated`.
     """
     try:
         if is_async(function):
@@ -341,7 +399,9 @@ async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> A
         return await value if inspect.isawaitable(value) else value
     except (Exception, asyncio.CancelledError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # sys.exit, a panic in Rust, time-outs of some libraries: they would end the run
+    except (
+        BaseException
+    ) as error:  # sys.exit, a panic in Rust, time-outs of some libraries: they would end the run
         raise RuntimeError(f"the function raised {error!r}") from error
 
 
@@ -354,31 +414,41 @@ async def _in_thread(function: Callable[[], T]) -> T:
 
 def _full_name(function: Any) -> str:
     """The function's name, after the name of its class if it has one."""
-    return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition("<locals>.")[2]
+    return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition(
+        "<locals>."
+    )[2]
 
 
 def _is_ours(function: Any) -> bool:
-    """True for functions of this package, whose calls of a user's function are watched on their own."""
+    """True for functions of this package, whose calls of a user's function are watched on their
+    own.
+    """
     return str(getattr(getattr(function, "func", function), "__module__", "")).startswith(_PACKAGE)
 
 
 async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, or `OutOfTime`: then it is cancelled without waiting, because it might ignore that."""
+    """The coroutine's result, or `OutOfTime`: then it is cancelled without waiting, because it
+    might ignore that.
+    """
     task = asyncio.ensure_future(coroutine)
-    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # if given up, nothing else retrieves it
+    # if given up, nothing else retrieves it
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     finally:
         task.cancel()
     if not done:
         raise OutOfTime(f"took longer than {seconds:g} s")
-    if task.cancelled():  # by itself: a task that it awaits, shared with other calls perhaps, was cancelled
+    # by itself: a task that it awaits, shared with other calls perhaps, was cancelled
+    if task.cancelled():
         raise RuntimeError("the function was cancelled from within")
     return task.result()
 
 
 def is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 async def _call_by_names(
@@ -390,7 +460,10 @@ async def _call_by_names(
 
 
 async def _call_trl(
-    function: Callable[..., Any], takes: Sequence[str] | None, rows: Sequence[Row], samples: Sequence[Sample]
+    function: Callable[..., Any],
+    takes: Sequence[str] | None,
+    rows: Sequence[Row],
+    samples: Sequence[Sample],
 ) -> Any:
     def log_extra(name: str, values: Sequence[Any]) -> None:
         for sample, value in zip(samples, values, strict=True):
@@ -400,7 +473,9 @@ async def _call_trl(
     named: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
     named |= {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [_completion_of_trl(row, sample) for row, sample in zip(rows, samples, strict=True)],
+        "completions": [
+            _completion_of_trl(row, sample) for row, sample in zip(rows, samples, strict=True)
+        ],
         "completion_ids": [list(sample.tokens) for sample in samples],
         "log_extra": log_extra,
         "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
@@ -411,7 +486,9 @@ async def _call_trl(
 
 
 def _completion_of_trl(row: Row, sample: Sample) -> str | list[dict[str, Any]]:
-    """A completion as TRL's rewards get it: text if the prompt is text, otherwise the messages after the prompt."""
+    """A completion as TRL's rewards get it: text if the prompt is text, otherwise the messages
+    after the prompt.
+    """
     if isinstance(row["prompt"], str):
         return sample.text
     alone = [{"role": "assistant", "content": sample.text}]
@@ -419,8 +496,12 @@ def _completion_of_trl(row: Row, sample: Sample) -> str | list[dict[str, Any]]:
     return messages
 
 
-async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool) -> None:
-    """Call a function once, write the scores, and log the first failure of each kind; further ones are counted."""
+async def _score(
+    reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool
+) -> None:
+    """Call a function once, write the scores, and log the first failure of each kind; further ones
+    are counted.
+    """
     own_rows = [copied(row) for row in rows]
     own_samples = [sample.copy() for sample in samples]
     arguments: Any = (own_rows[0], own_samples[0]) if single else (own_rows, own_samples)
@@ -439,7 +520,8 @@ async def _score(reward: RewardFunction, rows: Sequence[Row], samples: Sequence[
         failure, detail = "error", _explained(error, rows[0])
     else:
         for sample, own in zip(samples, own_samples, strict=True):
-            sample.info.update(own.info)  # nothing is new there, unless the function gave its copy another info
+            # nothing is new there, unless the function gave its copy another info
+            sample.info.update(own.info)
     for i, sample in enumerate(samples):
         score = failure or as_score(values[i])
         sample.rewards[reward.name] = score
@@ -465,7 +547,9 @@ def _report(reward: RewardFunction, sample: Sample, failure: str) -> None:
 
 @asynccontextmanager
 async def _turn(reward: RewardFunction) -> AsyncIterator[Callable[..., Any]]:
-    """Wait until a further call of the function may begin, and in which process, if it has some of its own."""
+    """Wait until a further call of the function may begin, and in which process, if it has some of
+    its own.
+    """
     while True:
         function = reward.function
         free = asyncio.Semaphore(getattr(function, "concurrency", CONCURRENCY))
@@ -487,17 +571,24 @@ def _watched_over(reward: RewardFunction) -> AbstractContextManager[None]:
 
 
 def _isolate(reward: RewardFunction) -> None:
-    """Have a function whose call has taken too long called in processes of its own, which can be killed."""
+    """Have a function whose call has taken too long called in processes of its own, which can be
+    killed.
+    """
     function = _users(reward.function)
     if not reward.isolate or isinstance(function, isolated) or is_async(function):
         return
     reward.isolate = False  # it is tried once
     some = min(getattr(reward.function, "concurrency", CONCURRENCY), os.cpu_count() or 1, 4)
     try:
-        # It has run in this process, so it has seen all of the environment, and could take all of the memory.
-        reward.function = isolated(reward.function, processes=some, memory=16.0, environment=tuple(os.environ))
+        # It has run in this process, so it has seen all of the environment, and could take all of
+        # the memory.
+        reward.function = isolated(
+            reward.function, processes=some, memory=16.0, environment=tuple(os.environ)
+        )
     except ValueError as error:
-        log.warning("reward %s: it is still called in threads of this process: %s", reward.name, error)
+        log.warning(
+            "reward %s: it is still called in threads of this process: %s", reward.name, error
+        )
         return
     reward._gates.clear()
     log.warning(
@@ -517,7 +608,8 @@ def _users(function: Any) -> Any:
 
 
 async def _returned(function: Callable[..., Any], arguments: Any, single: bool) -> list[Any]:
-    """The entries that a function returned for its completions, of a list, an array, a column [n, 1] or a generator.
+    """The entries that a function returned for its completions, of a list, an array, a column [n,
+    1] or a generator.
 
     Raises:
         _WrongLength: if these are not as many as completions.
@@ -537,7 +629,9 @@ async def _returned(function: Callable[..., Any], arguments: Any, single: bool) 
 
 
 async def _entries(value: Any, enough: int) -> Any:
-    """A generator's or an array's entries as a list, ``enough`` of a generator's at most; other values as they are."""
+    """A generator's or an array's entries as a list, ``enough`` of a generator's at most; other
+    values as they are.
+    """
     if isinstance(value, AsyncIterator):
         entries = []
         async for entry in value:
@@ -559,9 +653,15 @@ def _shown(value: Any) -> str:
 
 
 def _explained(error: Exception, row: Row) -> str:
-    """The traceback of a function's error, from its own first line on, and what its author should know."""
+    """The traceback of a function's error, from its own first line on, and what its author should
+    know.
+    """
     where = error.__traceback__
-    while where and where.tb_next and where.tb_frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+    while (
+        where
+        and where.tb_next
+        and where.tb_frame.f_globals.get("__name__", "").startswith(_PACKAGE)
+    ):
         where = where.tb_next  # our own frames tell its author nothing
     explained = "".join(traceback.format_exception(error.with_traceback(where))).strip()
     if isinstance(error, KeyError):

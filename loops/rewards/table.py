@@ -1,4 +1,6 @@
-"""One table of scores per rollout, read by advantages, metrics and the monitor of degenerate rewards alike."""
+"""One table of scores per rollout, read by advantages, metrics and the monitor of degenerate
+rewards alike.
+"""
 
 import logging
 import statistics
@@ -23,15 +25,17 @@ class RewardTable:
     """The scores of samples by every reward function. `score` makes one.
 
     Attributes:
-        reward: float64 [samples, rewards], NaN where a function does not apply. The whole row is NaN where a function
-            of a weight other than 0 has failed, or the completion was aborted: it is compared with no other.
+        reward: float64 [samples, rewards], NaN where a function does not apply. The whole row is
+            NaN where a function of a weight other than 0 has failed, or the completion was aborted:
+            it is compared with no other.
         group: int64 [samples], the task of each sample.
         weight: float64 [rewards].
-        total: float64 [samples], the weighted sums; NaN where there is none. Those of a group that differ by rounding
-            alone are equal.
+        total: float64 [samples], the weighted sums; NaN where there is none. Those of a group that
+            differ by rounding alone are equal.
         measured_total: as ``total``, with the scores of aborted completions: what metrics count.
         scores: [samples][rewards], as the functions gave them, failures included.
-        numbers: by name, float64 [scored], all scores that are numbers, even if another function failed.
+        numbers: by name, float64 [scored], all scores that are numbers, even if another function
+            failed.
     """
 
     reward: Tensor
@@ -44,19 +48,26 @@ class RewardTable:
 
 
 def score(
-    rewards: Sequence[RewardFunction | Callable[..., Any]], samples: Sequence[Sample], rows: Sequence[Row] | None = None
+    rewards: Sequence[RewardFunction | Callable[..., Any]],
+    samples: Sequence[Sample],
+    rows: Sequence[Row] | None = None,
 ) -> RewardTable:
-    """Score every sample by every function that has not scored it yet, and return the table of all scores.
+    """Score every sample by every function that has not scored it yet, and return the table of all
+    scores.
 
     Args:
-        rewards: functions as `scoring.adapted` takes them, or any of them in a `RewardFunction`, with a weight.
+        rewards: functions as `scoring.adapted` takes them, or any of them in a `RewardFunction`,
+            with a weight.
         rows: for each sample, the row that its prompt came from; by default ``sample.row``.
 
     Raises:
-        ValueError: if a function needs a column that a row does not have, or two functions have the same name.
+        ValueError: if a function needs a column that a row does not have, or two functions have the
+            same name.
     """
     functions = _reward_functions(rewards)
-    _score_missing(functions, samples, [sample.row or {} for sample in samples] if rows is None else rows)
+    _score_missing(
+        functions, samples, [sample.row or {} for sample in samples] if rows is None else rows
+    )
     scores: list[list[Any]] = [[sample.rewards[f.name] for f in functions] for sample in samples]
     values = [[_number(value) for value in row] for row in scores]
     given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(functions))
@@ -81,12 +92,18 @@ def score(
     )
 
 
-def _reward_functions(rewards: Sequence[RewardFunction | Callable[..., Any]]) -> list[RewardFunction]:
+def _reward_functions(
+    rewards: Sequence[RewardFunction | Callable[..., Any]],
+) -> list[RewardFunction]:
     """Each reward as a `RewardFunction`; ValueError if they are no list of functions."""
     if isinstance(rewards, Mapping):
-        raise ValueError("score: wanted a list, got a mapping; weigh a function by RewardFunction(name, f, weight)")
+        raise ValueError(
+            "score: wanted a list, got a mapping; weigh a function by RewardFunction(name, f, weight)"
+        )
     if callable(rewards) or isinstance(rewards, RewardFunction | str):
-        raise ValueError("score: wanted a list of functions, got one that is in none; write it in brackets, [reward]")
+        raise ValueError(
+            "score: wanted a list of functions, got one that is in none; write it in brackets, [reward]"
+        )
     functions = []
     for place, reward in enumerate(rewards):
         if isinstance(reward, RewardFunction):
@@ -98,7 +115,9 @@ def _reward_functions(rewards: Sequence[RewardFunction | Callable[..., Any]]) ->
     return functions
 
 
-def _score_missing(functions: Sequence[RewardFunction], samples: Sequence[Sample], rows: Sequence[Row]) -> None:
+def _score_missing(
+    functions: Sequence[RewardFunction], samples: Sequence[Sample], rows: Sequence[Row]
+) -> None:
     """Score the samples that some function has not scored yet; each sample keeps its scores."""
     pending = []
     for i, sample in enumerate(samples):
@@ -117,15 +136,23 @@ def _number(score: float | str | None) -> float:
 
 def _has_failed(scores: Sequence[float | str | None], functions: Sequence[RewardFunction]) -> bool:
     """True if a function that has a weight gave a word instead of a score."""
-    return any(isinstance(score, str) and f.weight for score, f in zip(scores, functions, strict=True))
+    return any(
+        isinstance(score, str) and f.weight for score, f in zip(scores, functions, strict=True)
+    )
 
 
 def _without_rounding(total: Tensor, group: Tensor) -> Tensor:
-    """The sums, all alike in a group in which float32 can't tell them apart: 0.1 + 0.2 is no better than 0.3."""
+    """The sums, all alike in a group in which float32 can't tell them apart: 0.1 + 0.2 is no better
+    than 0.3.
+    """
     for task in torch.unique(group):
         members = (group == task) & ~total.isnan()
         rewards = total[members]
-        if len(rewards) and rewards.max() - rewards.min() <= torch.finfo(torch.float32).eps * rewards.abs().max():
+        if (
+            len(rewards)
+            and rewards.max() - rewards.min()
+            <= torch.finfo(torch.float32).eps * rewards.abs().max()
+        ):
             total[members] = rewards[0]
     return total
 
@@ -137,7 +164,8 @@ def reward_metrics(table: RewardTable) -> dict[str, float]:
     rewards/<name>/unscored        completions that it gave none, and of these rewards/<name>/unscored/<reason>: none
                                    where it does not apply, or how it failed
     reward, reward_std, frac_reward_zero_std, frac_unscored    of the weighted sums, see `group_stats`; unscored are
-                                   completions that no function applies to, or that one has failed at
+                                   completions that no function applies to, or that one has failed
+                                   at
     zero_std_groups                groups in which no two sums differ, so that they teach nothing
     """
     metrics: dict[str, float] = {}
@@ -146,8 +174,13 @@ def reward_metrics(table: RewardTable) -> dict[str, float]:
             metrics[f"rewards/{name}/mean"] = numbers.mean().item()
             metrics[f"rewards/{name}/std"] = numbers.std().item() if len(numbers) > 1 else 0.0
         metrics[f"rewards/{name}/unscored"] = float(len(table.scores) - len(numbers))
-        reasons = Counter(row[i] or "none" for row in table.scores if isinstance(row[i], str | None))
-        metrics |= {f"rewards/{name}/unscored/{reason}": float(count) for reason, count in sorted(reasons.items())}
+        reasons = Counter(
+            row[i] or "none" for row in table.scores if isinstance(row[i], str | None)
+        )
+        metrics |= {
+            f"rewards/{name}/unscored/{reason}": float(count)
+            for reason, count in sorted(reasons.items())
+        }
     if len(table.scores):
         total = table.measured_total
         stats = group_stats(total, table.group)
@@ -159,17 +192,22 @@ def reward_metrics(table: RewardTable) -> dict[str, float]:
 
 @dataclass
 class RewardMonitor:
-    """Report, once each, rewards with a bad scale or without scores, and completions that teach nothing.
+    """Report, once each, rewards with a bad scale or without scores, and completions that teach
+    nothing.
 
     Args:
-        factor: ratio of a score to the usual one, or of one reward's spread to another's, from which it is reported.
-        patience: steps that show what is usual, and steps in a row without a score, a difference or an end.
+        factor: ratio of a score to the usual one, or of one reward's spread to another's, from
+            which it is reported.
+        patience: steps that show what is usual, and steps in a row without a score, a difference or
+            an end.
     """
 
     factor: float = 100.0
     patience: int = 3
     reported: set[str] = field(default_factory=set)
-    _past: dict[tuple[str, str], deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=100)))
+    _past: dict[tuple[str, str], deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=100))
+    )
 
     def __call__(self, table: RewardTable, samples: Sequence[Sample]) -> list[str]:
         """Log the new problems of this step, and return them."""
@@ -191,8 +229,12 @@ class RewardMonitor:
 
     def _nothing_to_learn(self, table: RewardTable, samples: Sequence[Sample]) -> dict[str, str]:
         """Steps in a row in which no completion is better than another, or none is whole."""
-        has_groups = len(set(table.group.tolist())) < len(table.group)  # else each is alone in its group
-        all_alike = has_groups and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1
+        # else each is alone in its group
+        has_groups = len(set(table.group.tolist())) < len(table.group)
+        all_alike = (
+            has_groups
+            and group_stats(table.measured_total, table.group)["frac_reward_zero_std"].item() == 1
+        )
         all_cut = len(samples) > 0 and all(sample.finish == "length" for sample in samples)
         alike = self._lasting(
             "rewards: all completions of a prompt were worth the same",
@@ -222,7 +264,9 @@ class RewardMonitor:
         if all(row[i] is None for row in table.scores):
             why = "it returned None each time, as a function without a return statement does"
         is_silent = count > 0 and len(table.numbers[name]) == 0
-        return self._lasting(f"reward {name}: gave no score", is_silent, f"so it teaches nothing; {why}")
+        return self._lasting(
+            f"reward {name}: gave no score", is_silent, f"so it teaches nothing; {why}"
+        )
 
     def _explosion(self, name: str, numbers: Tensor) -> dict[str, str]:
         """A score that is larger by far than the largest of the steps before."""
@@ -239,14 +283,18 @@ class RewardMonitor:
         return {f"explosion {name}": f"reward {name}: {found}; {fix}"}
 
     def _usual_spread(self, name: str, numbers: Tensor, weight: float) -> float:
-        """The mean over steps of a reward's standard deviation times its weight; 0 until enough steps are known."""
+        """The mean over steps of a reward's standard deviation times its weight; 0 until enough
+        steps are known.
+        """
         past = self._past["spread", name]
         if len(numbers) > 1:
             past.append(abs(weight) * numbers.std().item())
         return statistics.fmean(past) if len(past) >= self.patience else 0.0
 
     def _drowned(self, spread: dict[str, float]) -> dict[str, str]:
-        """The reward that varies least, if another one varies so much more that it decides alone."""
+        """The reward that varies least, if another one varies so much more that it decides
+        alone.
+        """
         if not spread:
             return {}
         ranked = sorted(spread, key=spread.__getitem__)
@@ -254,7 +302,11 @@ class RewardMonitor:
         loud = ranked[-1]
         if spread[loud] <= self.factor * spread[quiet]:
             return {}
-        found = f"varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights included"
+        found = (
+            f"varies by {spread[quiet]:g} where {loud} varies by {spread[loud]:g}, weights included"
+        )
         fix = "change the weights, or normalize each reward before summing"
         how = "reward_aggregation: normalize; in code, gdpo_advantage"
-        return {f"drowned {quiet}": f"reward {quiet}: {found}, so that {loud} decides alone; {fix} ({how})"}
+        return {
+            f"drowned {quiet}": f"reward {quiet}: {found}, so that {loud} decides alone; {fix} ({how})"
+        }

@@ -12,17 +12,19 @@ from ..rollouts.sample import Row, Sample
 IGNORABLE = ("case", "punctuation", "articles", "whitespace", "numbers", "unicode")
 THINK = r"<think>(?!.*<think>).*?</think>.*"
 # A sign belongs to a number unless it follows something that could be subtracted from.
-_NUMBER = re.compile(r"((?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w))")
+_NUMBER = re.compile(
+    r"((?<![\w.])(?:(?<![)\]}%])[-+−])?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?!\w))"
+)
 
 
 @dataclass(frozen=True)
 class Format:
     """1 if the regular expression matches the whole completion, and 0 otherwise.
 
-    A dot matches newlines too. Without a pattern: reasoning between <think> and </think>, then the answer, as in
-    DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``. A pattern that can match one text
-    in very many ways, such as (a+)+, may take forever and stop the whole program: let it run in a process of its own
-    (`isolated`, or isolate: true).
+    A dot matches newlines too. Without a pattern: reasoning between <think> and </think>, then the
+    answer, as in DeepSeek-R1 (Guo et al. 2025, arXiv:2501.12948) and TRL's ``think_format_reward``.
+    A pattern that can match one text in very many ways, such as (a+)+, may take forever and stop
+    the whole program: let it run in a process of its own (`isolated`, or isolate: true).
     """
 
     pattern: str = THINK
@@ -40,9 +42,10 @@ class ExactMatch:
     """1 if the normalized answer equals that of the row, or one of the row's, and 0 otherwise.
 
     Args:
-        column: name of the column with the right answer, or a list of them; without an answer there is no score.
-        extract: a regular expression; its last match in the text is the answer, or its first group if it has one. A
-            completion without a match is wrong.
+        column: name of the column with the right answer, or a list of them; without an answer there
+            is no score.
+        extract: a regular expression; its last match in the text is the answer, or its first group
+            if it has one. A completion without a match is wrong.
         ignore: see `normalize`. All of them by default but "unicode".
 
     Normalization is that of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250) and numbers.
@@ -57,7 +60,9 @@ class ExactMatch:
             re.compile(self.extract)
         unknown = sorted(set(self.ignore) - set(IGNORABLE))
         if unknown:
-            raise ValueError(f"exact_match: ignore knows {', '.join(IGNORABLE)}, got {', '.join(map(repr, unknown))}")
+            raise ValueError(
+                f"exact_match: ignore knows {', '.join(IGNORABLE)}, got {', '.join(map(repr, unknown))}"
+            )
 
     @property
     def columns(self) -> Sequence[str]:
@@ -68,11 +73,16 @@ class ExactMatch:
         if accepted is None or accepted == []:
             return None
         accepted = accepted if isinstance(accepted, list | tuple) else [accepted]
-        matches = [match for match in re.finditer(self.extract, sample.text) if match.end() > match.start()]
+        matches = [
+            match for match in re.finditer(self.extract, sample.text) if match.end() > match.start()
+        ]
         if not matches:
             return 0.0
         answer = matches[-1][1 if matches[-1].re.groups else 0] or ""
-        return float(normalize(answer, self.ignore) in {normalize(str(right), self.ignore) for right in accepted})
+        return float(
+            normalize(answer, self.ignore)
+            in {normalize(str(right), self.ignore) for right in accepted}
+        )
 
 
 def normalize(text: str, ignore: Sequence[str]) -> str:
@@ -87,7 +97,8 @@ def normalize(text: str, ignore: Sequence[str]) -> str:
     """
     text = unicodedata.normalize("NFKC", text) if "unicode" in ignore else text
     text = text.casefold() if "case" in ignore else text
-    pieces = _NUMBER.split(text) if "numbers" in ignore else [text]  # words, number, words, ..., number, words
+    # words, number, words, ..., number, words
+    pieces = _NUMBER.split(text) if "numbers" in ignore else [text]
     pieces[::2] = [_words(piece, ignore) for piece in pieces[::2]]
     pieces[1::2] = map(_number, pieces[1::2])
     pieces[2:-1:2] = [between or " " for between in pieces[2:-1:2]]  # 1,2 is not 12
@@ -97,7 +108,9 @@ def normalize(text: str, ignore: Sequence[str]) -> str:
 
 def _words(text: str, ignore: Sequence[str]) -> str:
     if "punctuation" in ignore:
-        text = "".join(c for c in text if c not in string.punctuation and unicodedata.category(c)[0] != "P")
+        text = "".join(
+            c for c in text if c not in string.punctuation and unicodedata.category(c)[0] != "P"
+        )
     if "articles" in ignore:
         text = re.sub(r"\b(a|an|the)\b", " ", text)
     return text

@@ -1,8 +1,9 @@
 """A process that watches over the calls of rewards, and names the one that stops the whole run.
 
-A time limit fires in the trainer's own process. It can't where a reward holds Python's interpreter, as a regular
-expression does that backtracks for ever, and nothing is printed where one ends the process. The watchdog is another
-process, so it sees both: it says which reward was being called, and ends a run that can't go on.
+A time limit fires in the trainer's own process. It can't where a reward holds Python's interpreter,
+as a regular expression does that backtracks for ever, and nothing is printed where one ends the
+process. The watchdog is another process, so it sees both: it says which reward was being called,
+and ends a run that can't go on.
 
 Run as a script, this file is that process; it imports nothing of burnish.
 """
@@ -27,17 +28,22 @@ SILENCE = 4.0  # seconds without one after which the interpreter is held
 
 
 class Watchdog:
-    """Tells the process that watches which rewards are being called, and that this process is alive."""
+    """Tells the process that watches which rewards are being called, and that this process is
+    alive.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ends: dict[object, tuple[str, float]] = {}  # of each call under way: name, and when its time is up
+        # of each call under way: name, and when its time is up
+        self._ends: dict[object, tuple[str, float]] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._under_way = threading.Event()
 
     @contextlib.contextmanager
     def calling(self, name: str, timeout: float) -> Iterator[None]:
-        """Within the context, a reward of this name is being called, for no longer than so many seconds."""
+        """Within the context, a reward of this name is being called, for no longer than so many
+        seconds.
+        """
         call = object()
         with self._lock:
             if self._process is None:
@@ -54,7 +60,8 @@ class Watchdog:
 
     def _start(self) -> None:
         if not faulthandler.is_enabled():
-            faulthandler.enable()  # it prints the stack of a crash, and of the signal by which the run is ended
+            # it prints the stack of a crash, and of the signal by which the run is ended
+            faulthandler.enable()
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
@@ -80,7 +87,9 @@ class Watchdog:
             time.sleep(BEAT)
 
     def _tell(self) -> None:
-        """Send the name of each reward that is being called, and when the time of its first call is up."""
+        """Send the name of each reward that is being called, and when the time of its first call is
+        up.
+        """
         first: dict[str, float] = {}
         for name, end in self._ends.values():
             first[name] = min(end, first.get(name, end))
@@ -121,7 +130,8 @@ def watch(parent: int) -> None:
             heard = time.monotonic()  # it says nothing, and holds nothing
         over = [name for name, end in calls.items() if time.monotonic() > end]
         silent = time.monotonic() - heard
-        if over and silent > SILENCE and _busiest_thread(parent) != parent:  # rewards have threads of their own
+        # rewards have threads of their own
+        if over and silent > SILENCE and _busiest_thread(parent) != parent:
             _end(parent, over, silent)
             return
 

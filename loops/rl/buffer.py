@@ -1,9 +1,11 @@
 """A rollout: sampled completions, their scores, and columns over their trained tokens.
 
-    samples -> scores -> advantages -> examples, several completions of one prompt each -> micro-batches
+    samples -> scores -> advantages -> examples, several completions of one prompt each ->
+    micro-batches
 
-Whatever mixes completions (group means, whitening, generalized advantages) is computed once per rollout, over all of it
-and on every rank alike, so that the split into micro-batches and ranks does not matter.
+Whatever mixes completions (group means, whitening, generalized advantages) is computed once per
+rollout, over all of it and on every rank alike, so that the split into micro-batches and ranks does
+not matter.
 """
 
 from collections.abc import Sequence
@@ -25,15 +27,18 @@ from ..rollouts.sample import Row, Sample
 
 
 class RolloutBuffer:
-    """Completions in the order of (task, index), and columns [tokens] over all of their trained tokens.
+    """Completions in the order of (task, index), and columns [tokens] over all of their trained
+    tokens.
 
-    Completions that must not be trained on have no trained token: those that are unscored, aborted, or (with
-    ``mask_truncated``) cut off. Columns are set and read as ``buffer[name]``; every batch has its part of them.
-    From the start there are ``sampled_logp``, the sampler's log-probs, and ``age``, versions behind the step.
+    Completions that must not be trained on have no trained token: those that are unscored, aborted,
+    or (with ``mask_truncated``) cut off. Columns are set and read as ``buffer[name]``; every batch
+    has its part of them. From the start there are ``sampled_logp``, the sampler's log-probs, and
+    ``age``, versions behind the step.
 
     Args:
         samples: or groups of them.
-        version: of the weights of the step that trains on them first; the newest that sampled, unless given.
+        version: of the weights of the step that trains on them first; the newest that sampled,
+            unless given.
         dtype: of the columns.
 
     Attributes:
@@ -51,15 +56,24 @@ class RolloutBuffer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         groups = [[group] if isinstance(group, Sample) else group for group in samples]
-        self.samples = sorted(chain.from_iterable(groups), key=lambda sample: (sample.task, sample.index))
+        self.samples = sorted(
+            chain.from_iterable(groups), key=lambda sample: (sample.task, sample.index)
+        )
         self.dtype = dtype
-        self.unfinished = torch.tensor([sample.finish != "stop" for sample in self.samples], dtype=torch.float64)
+        self.unfinished = torch.tensor(
+            [sample.finish != "stop" for sample in self.samples], dtype=torch.float64
+        )
         self.trained = [sample.trained for sample in self.samples]
-        self.sequence = torch.tensor([i for i, trained in enumerate(self.trained) for t in trained if t]).long()
+        self.sequence = torch.tensor(
+            [i for i, trained in enumerate(self.trained) for t in trained if t]
+        ).long()
         self.scores: RewardTable = score([], self.samples)
-        self.columns: dict[str, Tensor] = {}  # a plain dict: checkpoints are read without running code
+        # a plain dict: checkpoints are read without running code
+        self.columns: dict[str, Tensor] = {}
         if version is None:
-            version = max((span.version for sample in self.samples for span in sample.spans), default=0)
+            version = max(
+                (span.version for sample in self.samples for span in sample.spans), default=0
+            )
         logprobs: list[float] = []
         ages: list[int] = []
         for sample in self.samples:
@@ -68,7 +82,10 @@ class RolloutBuffer:
                 age[span.start : span.end] = [version - span.version] * (span.end - span.start)
             logprobs += compress(sample.logprobs, sample.trained)
             ages += compress(age, sample.trained)
-        self["sampled_logp"], self["age"] = torch.tensor(logprobs, dtype=dtype), torch.tensor(ages, dtype=dtype)
+        self["sampled_logp"], self["age"] = (
+            torch.tensor(logprobs, dtype=dtype),
+            torch.tensor(ages, dtype=dtype),
+        )
         untrained = ("aborted", "length") if mask_truncated else ("aborted",)
         self.mask([sample.finish in untrained for sample in self.samples])
 
@@ -101,7 +118,9 @@ class RolloutBuffer:
         return self.scores.total
 
     def score(self, rewards: Sequence[Any], rows: Sequence[Row] | None = None) -> RewardTable:
-        """Score the completions, and mask those without a score. See `burnish.loops.rewards.score`."""
+        """Score the completions, and mask those without a score. See
+        `burnish.loops.rewards.score`.
+        """
         self.scores = score(rewards, self.samples, rows)
         if rewards:
             self.mask(self.scores.total.isnan().tolist())
@@ -112,20 +131,29 @@ class RolloutBuffer:
         kept = ~torch.tensor(masked, dtype=torch.bool)[self.sequence]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
         self.sequence = self.sequence[kept]
-        self.trained = [[False] * len(part) if off else part for part, off in zip(self.trained, masked, strict=True)]
+        self.trained = [
+            [False] * len(part) if off else part
+            for part, off in zip(self.trained, masked, strict=True)
+        ]
 
     def sum(self, column: Tensor) -> Tensor:
         """[completions], the sum of a column [tokens] over each of them."""
         return sequence_sum(column, self.sequence, len(self.samples))
 
-    def split_groups(self, max_tokens: int | None = None, layout: Layout = "shared") -> list[list[list[int]]]:
-        """The examples of each prompt, as indices of its completions that have a token to train on: one, so that the
-        prompt is computed once, unless it exceeds ``max_tokens``."""
+    def split_groups(
+        self, max_tokens: int | None = None, layout: Layout = "shared"
+    ) -> list[list[list[int]]]:
+        """The examples of each prompt, as indices of its completions that have a token to train on:
+        one, so that the prompt is computed once, unless it exceeds ``max_tokens``."""
         groups: dict[int, list[list[int]]] = {}
         for i, sample in enumerate(self.samples):
             if any(self.trained[i]):
                 examples = groups.setdefault(sample.task, [[]])
-                if examples[-1] and max_tokens is not None and self._cost([*examples[-1], i], layout) > max_tokens:
+                if (
+                    examples[-1]
+                    and max_tokens is not None
+                    and self._cost([*examples[-1], i], layout) > max_tokens
+                ):
                     examples.append([])
                 examples[-1].append(i)
         return list(groups.values())
@@ -138,42 +166,60 @@ class RolloutBuffer:
         layout: Layout = "shared",
         accelerator: Accelerator | None = None,
     ) -> list[Batch]:
-        """This rank's micro-batches of one step, on its device; an empty one where there is nothing to train on.
+        """This rank's micro-batches of one step, on its device; an empty one where there is nothing
+        to train on.
 
         Args:
             max_tokens: that a micro-batch computes at most, unless one completion alone has more.
-            examples: the indices of the completions that share an example; those of a group unless given.
+            examples: the indices of the completions that share an example; those of a group unless
+                given.
             layout: of the policy, whose rows decide whether a shared prompt is computed once.
             accelerator: this process, unless given.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"rollout: max_tokens must be >= 1, got {max_tokens}")
         if examples is None:
-            examples = [example for group in self.split_groups(max_tokens, layout) for example in group]
+            examples = [
+                example for group in self.split_groups(max_tokens, layout) for example in group
+            ]
         process: Any = accelerator or PartialState()
-        plan = balanced([self._cost(example, layout) for example in examples], process.num_processes, max_tokens)
+        plan = balanced(
+            [self._cost(example, layout) for example in examples], process.num_processes, max_tokens
+        )
         self._refuse_other_rollouts(plan)
-        tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())  # of each completion
+        # of each completion
+        tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())
         batches = []
         for positions in plan[process.process_index]:
             parts = [examples[position] for position in positions]
             index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
             columns = {name: column[index] for name, column in self.columns.items()}
-            batches.append(collate([self._example(part) for part in parts], columns, process.device))
+            batches.append(
+                collate([self._example(part) for part in parts], columns, process.device)
+            )
         return batches
 
     def _example(self, completions: Sequence[int]) -> Example:
         """One prompt with some of its completions, by their indices."""
         prompt = self.samples[completions[0]].prompt
-        return Example(prompt, [self.samples[i].tokens for i in completions], [self.trained[i] for i in completions])
+        return Example(
+            prompt,
+            [self.samples[i].tokens for i in completions],
+            [self.trained[i] for i in completions],
+        )
 
     def _refuse_other_rollouts(self, plan: Any) -> None:
-        """Raise ValueError if ranks plan other micro-batches, or hold other completions or scores, than each other."""
-        content = repr((plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples]))
+        """Raise ValueError if ranks plan other micro-batches, or hold other completions or scores,
+        than each other.
+        """
+        content = repr(
+            (plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples])
+        )
         of_ranks = gather_object([(crc32(content.encode()), self.reward.tolist())])
         alike = len({checksum for checksum, _ in of_ranks}) == 1
         if alike and len(self):
-            # Reward models may round otherwise on each rank: a hundredth of the largest score is let through.
+            # Reward models may round otherwise on each rank: a hundredth of the largest score is
+            # let through.
             scores = torch.tensor([rewards for _, rewards in of_ranks]).nan_to_num()
             alike = bool((scores - scores[0]).abs().max() <= 0.01 * scores.abs().max())
         if not alike:

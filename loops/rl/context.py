@@ -1,4 +1,6 @@
-"""An open run that samples: its rewards, where its completions come from, and how held-out prompts are evaluated."""
+"""An open run that samples: its rewards, where its completions come from, and how held-out prompts
+are evaluated.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -32,16 +34,18 @@ from .sources import check_sampling, open_local, open_scheduler
 
 @dataclass
 class RLContext:
-    """What an open run samples, scores and orders completions with. `open_rl` makes one from a configuration.
+    """What an open run samples, scores and orders completions with. `open_rl` makes one from a
+    configuration.
 
     Attributes:
         run: the open run: its model, data, ranks and settings.
         rewards: reward functions; on ranks other than the main process, their names and weights.
         scheduler: on the main process; None on the others, which are sent its samples.
         follow: on the others, called when the scheduler publishes weights; see `from_main`.
-        sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed over.
-        converse: ``converse(source, row=...)`` makes a source of conversations, given the row of each task; without an
-            environment it is the source itself.
+        sample_log: ``sample_log(samples)`` keeps those of a rollout, also groups that were passed
+            over.
+        converse: ``converse(source, row=...)`` makes a source of conversations, given the row of
+            each task; without an environment it is the source itself.
         order: which prompt of the data each task completes.
     """
 
@@ -54,13 +58,17 @@ class RLContext:
     order: Callable[[int], int] = lambda task: task
 
     def evaluate(self) -> dict[str, float]:
-        """The rewards of completions for held-out prompts, which the policy itself samples. Every rank calls it."""
+        """The rewards of completions for held-out prompts, which the policy itself samples. Every
+        rank calls it.
+        """
         scheduler: Any = self.scheduler
         accelerator = self.run.accelerator
         source: Any = open_local(self.run, version=0)
         groups = len(cast(Dataset, self.run.eval_data))
         source, follower = distributed(accelerator, source, purpose="evaluation", groups=groups)
-        metrics: dict[str, float] = from_main(accelerator, lambda: scheduler.loop.run(self._evaluate(source)))
+        metrics: dict[str, float] = from_main(
+            accelerator, lambda: scheduler.loop.run(self._evaluate(source))
+        )
         if follower is not None:
             follower.close()
         return metrics
@@ -73,32 +81,50 @@ class RLContext:
         rows = [held_out[row] for row in eval_data["row"]]
         source = self.converse(source, row=rows.__getitem__)
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
-        # Other seeds than the run's, so that no held-out completion shares a seed with a trained one.
+        # Other seeds than the run's, so that no held-out completion shares a seed with a trained
+        # one.
         key = -1 - config.seed
-        requests = [Request(task, prompt, range(1), sampling, key) for task, prompt in enumerate(eval_data["prompt"])]
+        requests = [
+            Request(task, prompt, range(1), sampling, key)
+            for task, prompt in enumerate(eval_data["prompt"])
+        ]
         try:
-            samples = [sample for group in await asyncio.gather(*map(source.sample, requests)) for sample in group]
+            samples = [
+                sample
+                for group in await asyncio.gather(*map(source.sample, requests))
+                for sample in group
+            ]
         finally:
             await source.close()
         await score_samples(self.rewards, rows, samples)
         metrics = reward_metrics(score(self.rewards, samples))
-        return {name: value for name, value in metrics.items() if "zero_std" not in name and name != "reward_std"}
+        return {
+            name: value
+            for name, value in metrics.items()
+            if "zero_std" not in name and name != "reward_std"
+        }
 
 
-def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | None = None) -> RLContext:
-    """Open the run, then load rewards (on the main process alone), data, policy and source; nothing is sampled yet.
+def open_rl(
+    config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | None = None
+) -> RLContext:
+    """Open the run, then load rewards (on the main process alone), data, policy and source; nothing
+    is sampled yet.
 
     Args:
         make_policy: the policy of a model, unless it is a plain one.
 
     Raises:
-        ValueError: if the configuration contradicts itself, or the data lacks a column that a reward reads.
+        ValueError: if the configuration contradicts itself, or the data lacks a column that a
+            reward reads.
     """
     config.refuse_contradictions()
     check_sampling(config)
     make = None if config.environment is None else resolve_environment(config.environment)
     accelerator = open_accelerator(config)
-    records = load_data(resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed)
+    records = load_data(
+        resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed
+    )
     rows = concatenated(records[0])
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
     encode = encode_prompts if make is None else encode_rows
@@ -107,7 +133,11 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
     converse: Callable[..., RolloutSource] = RLContext.converse
     if make is not None:
         # Without a template only environments that speak in token ids are understood.
-        turns = turns_for(make, run.tokenizer, config.chat_template_kwargs) if run.tokenizer.chat_template else None
+        turns = (
+            turns_for(make, run.tokenizer, config.chat_template_kwargs)
+            if run.tokenizer.chat_template
+            else None
+        )
         if turns is not None:
             run.end_with({turns.end})
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
@@ -122,12 +152,19 @@ def open_rl(config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | N
         score=lambda group: score_samples(rewards, [row_of(group[0].task)] * len(group), group),
     )
     tables = partial(log_table, accelerator.trackers)
-    log = open_sample_log(run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, tables)
-    return RLContext(run, rewards, scheduler, follow, sample_log=log, converse=converse, order=order)
+    log = open_sample_log(
+        run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, tables
+    )
+    return RLContext(
+        run, rewards, scheduler, follow, sample_log=log, converse=converse, order=order
+    )
 
 
-def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator) -> Sequence[RewardFunction]:
-    """On the main process, the configured functions, their models on the device; on the others, names and weights.
+def open_rewards(
+    config: OnlineConfig, parts: Sequence[Records], accelerator: Accelerator
+) -> Sequence[RewardFunction]:
+    """On the main process, the configured functions, their models on the device; on the others,
+    names and weights.
 
     Raises:
         ValueError: if a part of the data lacks a column that one of them reads.
@@ -142,7 +179,9 @@ def open_rewards(config: OnlineConfig, parts: Sequence[Records], accelerator: Ac
         return {reward.name: reward.weight for reward in rewards}
 
     weights = from_main(accelerator, open_there)
-    return rewards or [RewardFunction(name, _scored_elsewhere, weight) for name, weight in weights.items()]
+    return rewards or [
+        RewardFunction(name, _scored_elsewhere, weight) for name, weight in weights.items()
+    ]
 
 
 def _scored_elsewhere(row: Row, sample: Sample) -> float:

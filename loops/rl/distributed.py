@@ -1,9 +1,11 @@
-"""One source for a run of several ranks: each samples its share, and all take part when weights are published.
+"""One source for a run of several ranks: each samples its share, and all take part when weights are
+published.
 
     rank 0     `DistributedSource`, which the scheduler asks; a request goes to a rank by its task
     others     `Follower`, whose thread answers requests from this rank's own source, and sends the samples back
 
-Request seeds are hashes of (run, task, index, turn), so that it does not matter which rank samples which task.
+Request seeds are hashes of (run, task, index, turn), so that it does not matter which rank samples
+which task.
 """
 
 import asyncio
@@ -36,7 +38,8 @@ def distributed(
     ranks: int | None = None,
     **options: Any,
 ) -> "tuple[RolloutSource | None, Follower | None]":
-    """On rank 0 the source of all ranks; on the others, what follows its publications. Every rank calls it.
+    """On rank 0 the source of all ranks; on the others, what follows its publications. Every rank
+    calls it.
 
     Args:
         source, weights: see `Follower`. The source itself is returned in a process alone.
@@ -62,10 +65,12 @@ class DistributedSource:
     Attributes:
         source: of this rank.
         group: the ranks over gloo.
-        ranks: how many sample; 1 where they only take part in gathering weights, for a server that rank 0 talks to.
-        gathered: whether to read the weights is a collective, which all ranks must take part in to the end.
-        groups, group_size: prompts requested at once, and completions of each. Where there are fewer prompts
-            than ranks, several ranks share a group.
+        ranks: how many sample; 1 where they only take part in gathering weights, for a server that
+            rank 0 talks to.
+        gathered: whether to read the weights is a collective, which all ranks must take part in to
+            the end.
+        groups, group_size: prompts requested at once, and completions of each. Where there are
+            fewer prompts than ranks, several ranks share a group.
     """
 
     source: RolloutSource
@@ -77,7 +82,8 @@ class DistributedSource:
 
     def __post_init__(self) -> None:
         self.overlaps, self.stored = self.source.overlaps, self.source.stored
-        self.context: int | None = getattr(self.source, "context", None)  # the longest prompt and completion together
+        # the longest prompt and completion together
+        self.context: int | None = getattr(self.source, "context", None)
         self.vocab: int | None = getattr(self.source, "vocab", None)
         self.separate: bool = getattr(self.source, "separate", False)
         self.parts = min(self.group_size, -(-self.ranks // self.groups))  # of a group
@@ -105,7 +111,8 @@ class DistributedSource:
             try:
                 await self.source.publish(weights, version)
             finally:
-                if self.gathered:  # the others continue to the end, even if a server refuses the first
+                # the others continue to the end, even if a server refuses the first
+                if self.gathered:
                     deque(weights, maxlen=0)
 
     async def version(self) -> int | None:
@@ -121,7 +128,9 @@ class DistributedSource:
             self._unsent[rank].clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(_PARTING):
-                await asyncio.gather(*(self._outcome(rank, None) for rank in others), return_exceptions=True)
+                await asyncio.gather(
+                    *(self._outcome(rank, None) for rank in others), return_exceptions=True
+                )
         await self.source.close()
 
     async def _sample(self, rank: int, request: Request) -> list[Sample]:
@@ -134,7 +143,9 @@ class DistributedSource:
         return samples
 
     async def _outcome(self, rank: int, request: Request | None) -> Any:
-        """Send a request and await the reply of the rank; None asks the rank to stop, and is its last request."""
+        """Send a request and await the reply of the rank; None asks the rank to stop, and is its
+        last request.
+        """
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
         self._unsent[rank].append((number, request))
         self._awaited[rank][number] = outcome
@@ -154,7 +165,9 @@ class DistributedSource:
             self._fail(rank, error)
 
     async def _send(self, rank: int) -> None:
-        """Requests of the same turn of the event loop go together: the same ones make up the same batches there."""
+        """Requests of the same turn of the event loop go together: the same ones make up the same
+        batches there.
+        """
         while self._unsent[rank]:
             requests, self._unsent[rank] = self._unsent[rank], []
             await off_loop(partial(send, requests, rank, self.group))
@@ -194,14 +207,18 @@ class Follower:
             self._serving = asyncio.run_coroutine_threadsafe(self._serve(), self._loop.loop)
 
     def __call__(self, version: int) -> None:
-        """Read all of the weights, as rank 0 publishes them at this moment, and sample from them."""
+        """Read all of the weights, as rank 0 publishes them at this moment, and sample from
+        them.
+        """
         if self.source is not None:
             self._loop.run(self.source.publish(self.weights(), version))
         else:
             deque(self.weights(), maxlen=0)
 
     def close(self) -> None:
-        """Wait until rank 0 has closed its source: a thread that waits in gloo when its process ends aborts it."""
+        """Wait until rank 0 has closed its source: a thread that waits in gloo when its process
+        ends aborts it.
+        """
         if self.source is not None and self._loop.thread is not None:
             self._loop.thread.join(_PARTING)
 

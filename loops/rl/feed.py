@@ -1,4 +1,6 @@
-"""Micro-batches of every step of an online run: rollouts are sampled, scored, measured, and trained on."""
+"""Micro-batches of every step of an online run: rollouts are sampled, scored, measured, and trained
+on.
+"""
 
 import logging
 import math
@@ -38,15 +40,18 @@ class RolloutFeed(StepFeed):
     A rollout is a set of samples drawn at once and trained on in one optimizer step or several.
 
     Attributes:
-        context: its configuration is an `OnlineConfig`, its scheduler samples, its rewards score, its policy measures.
+        context: its configuration is an `OnlineConfig`, its scheduler samples, its rewards score,
+            its policy measures.
         advantages: columns [tokens] that are computed over a whole rollout.
-        measure: columns [tokens] that the policy gives of each batch before anything is learned from the rollout.
-        select: the units of a rollout, the examples of each as indices of completions; a group's completions unless
-            given. The examples of a unit share a step.
+        measure: columns [tokens] that the policy gives of each batch before anything is learned
+            from the rollout.
+        select: the units of a rollout, the examples of each as indices of completions; a group's
+            completions unless given. The examples of a unit share a step.
         dynamic_sampling: skip groups whose rewards are all the same, and take others instead.
         report: further metrics of a rollout.
         per_step: further metrics of the step that was taken.
-        first_step: receives the metrics of the first step on each rollout, before which nothing was learned from it.
+        first_step: receives the metrics of the first step on each rollout, before which nothing was
+            learned from it.
     """
 
     context: RLContext
@@ -73,7 +78,9 @@ class RolloutFeed(StepFeed):
 
     @property
     def steps(self) -> int:
-        rollouts = -(-len(self.context.run.data) * self.config.epochs // self.config.prompts_per_rollout)
+        rollouts = -(
+            -len(self.context.run.data) * self.config.epochs // self.config.prompts_per_rollout
+        )
         return self.config.steps or rollouts * self.steps_per_rollout
 
     def __call__(self, step: int) -> list[Batch]:
@@ -88,7 +95,9 @@ class RolloutFeed(StepFeed):
         return rollout.micro_batches(self.config.micro_tokens, examples=examples, **self.batching)
 
     def _rollout_of(self, step: int) -> RolloutBuffer:
-        """The rollout that a step trains on, sampled and measured if it is another one than before."""
+        """The rollout that a step trains on, sampled and measured if it is another one than
+        before.
+        """
         number = step // self.steps_per_rollout
         rollout = self.rollout
         if rollout is None or number != self.step // self.steps_per_rollout:
@@ -98,10 +107,14 @@ class RolloutFeed(StepFeed):
         return rollout
 
     def _next_rollout(self, number: int) -> RolloutBuffer:
-        """Sample a rollout on the main process, or follow it; then compute its columns and metrics on every rank."""
+        """Sample a rollout on the main process, or follow it; then compute its columns and metrics
+        on every rank.
+        """
         context = self.context
         with at("sampling"):
-            groups, sampling_metrics = from_main(context.run.accelerator, lambda: self._take(number), context.follow)
+            groups, sampling_metrics = from_main(
+                context.run.accelerator, lambda: self._take(number), context.follow
+            )
         rollout = self._buffer(groups, number)
         if self.measure is not None:
             self._measure(rollout, self.measure)
@@ -111,14 +124,20 @@ class RolloutFeed(StepFeed):
         return rollout
 
     def _minibatch(self, units: list[list[list[int]]], step: int) -> list[list[list[int]]]:
-        """The units of one step: in each epoch over the rollout every unit is in one minibatch, drawn anew."""
+        """The units of one step: in each epoch over the rollout every unit is in one minibatch,
+        drawn anew.
+        """
         number, step_of_rollout = divmod(step, self.steps_per_rollout)
         epoch, minibatch = divmod(step_of_rollout, self.config.minibatches)
-        drawn = permutation(len(units), self.config.seed, number, epoch)[minibatch :: self.config.minibatches]
+        drawn = permutation(len(units), self.config.seed, number, epoch)[
+            minibatch :: self.config.minibatches
+        ]
         return [units[i] for i in sorted(drawn)]
 
     def plan(self, step: int) -> list[list[int]]:
-        """The prompts of each micro-batch of a step on the rollout at hand, as indices into the data."""
+        """The prompts of each micro-batch of a step on the rollout at hand, as indices into the
+        data.
+        """
         assert self.rollout is not None
         # Examples share the sample's prompt list, so its identity tells which task they are of.
         tasks = {id(sample.prompt): sample.task for sample in self.rollout.samples}
@@ -143,13 +162,19 @@ class RolloutFeed(StepFeed):
             ValueError: if rows are given.
         """
         if rows is not None:
-            raise ValueError("evaluate: an online recipe samples the completions of eval_data; pass rows as that")
+            raise ValueError(
+                "evaluate: an online recipe samples the completions of eval_data; pass rows as that"
+            )
         return self.context.evaluate()
 
     def state_dict(self) -> dict[str, Any]:
         kept = None
-        if self.rollout is not None and (self.step + 1) % self.steps_per_rollout:  # it has further steps
-            kept = {"samples": list(map(to_record, self.rollout.samples)), "columns": self.rollout.columns}
+        # it has further steps
+        if self.rollout is not None and (self.step + 1) % self.steps_per_rollout:
+            kept = {
+                "samples": list(map(to_record, self.rollout.samples)),
+                "columns": self.rollout.columns,
+            }
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
         return {"step": self.step, "rollout": kept, "metrics": self.metrics, "scheduler": scheduler}
 
@@ -173,13 +198,15 @@ class RolloutFeed(StepFeed):
     def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
         """The samples of a rollout with their scores."""
         precision = torch.promote_types(self.context.run.model.plain.dtype, torch.float32)
-        rollout = RolloutBuffer(groups, mask_truncated=self.config.mask_truncated, version=number, dtype=precision)
+        rollout = RolloutBuffer(
+            groups, mask_truncated=self.config.mask_truncated, version=number, dtype=precision
+        )
         rollout.score(self.context.rewards)
         return rollout
 
     def _take(self, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
-        """On the main process, the groups of a rollout; with dynamic sampling only groups whose rewards vary, and
-        metrics of all."""
+        """On the main process, the groups of a rollout; with dynamic sampling only groups whose
+        rewards vary, and metrics of all."""
         rewards = self.context.rewards
         wanted = self.config.prompts_per_rollout
         sampled: list[list[Sample]] = []
@@ -215,11 +242,14 @@ class RolloutFeed(StepFeed):
         return kept, metrics
 
     def _refuse_first(self, samples: list[Sample], number: int) -> None:
-        """Raise ValueError if nothing can be learned from the first samples of a run, also of a resumed one."""
+        """Raise ValueError if nothing can be learned from the first samples of a run, also of a
+        resumed one.
+        """
         assert self.scheduler is not None
         refuse_failing(self.scheduler.source, samples)
         refuse_broken(self.context.rewards, samples)
-        if number == 0:  # a resumed run may meet prompts that no function applies to, as the whole one does
+        # a resumed run may meet prompts that no function applies to, as the whole one does
+        if number == 0:
             refuse_silent(self.context.rewards, samples)
 
     def _varies(self, group: list[Sample]) -> bool:
@@ -229,11 +259,15 @@ class RolloutFeed(StepFeed):
 
     @property
     def _longest_wait(self) -> float:
-        """Seconds for which servers and rewards may leave the main process without an answer, by their own settings."""
+        """Seconds for which servers and rewards may leave the main process without an answer, by
+        their own settings.
+        """
         server = 0.0 if self.config.source == "policy" else self.config.vllm.patience
         return max([server, *(reward.timeout for reward in self.context.rewards)])
 
-    def _measure(self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]) -> None:
+    def _measure(
+        self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]
+    ) -> None:
         """Set the columns of ``measure``, on every rank, each example computed by one of them."""
         model = self.context.run.model
         accelerator = self.context.run.accelerator
@@ -244,7 +278,9 @@ class RolloutFeed(StepFeed):
                 columns = {**measure(batch), "token": batch.columns["token"]}
                 local.append({name: column.cpu() for name, column in columns.items()})
         gathered = gather_object(local) if accelerator.num_processes > 1 else local
-        measured = {name: torch.cat([columns[name] for columns in gathered]) for name in gathered[0]}
+        measured = {
+            name: torch.cat([columns[name] for columns in gathered]) for name in gathered[0]
+        }
         order = measured.pop("token").argsort()
         del rollout.columns["token"]
         rollout.columns |= {name: column[order] for name, column in measured.items()}
@@ -252,15 +288,19 @@ class RolloutFeed(StepFeed):
     def _metrics_of(self, rollout: RolloutBuffer) -> dict[str, float]:
         """Metrics of a rollout.
 
-        Completions under TRL's names, the share of them that is masked, and the age of their tokens; then rewards and
-        conversations; and on the main process the sampler.
+        Completions under TRL's names, the share of them that is masked, and the age of their
+        tokens; then rewards and conversations; and on the main process the sampler.
         """
-        lengths = torch.tensor([sum(sample.trained) for sample in rollout.samples], dtype=torch.float64)
+        lengths = torch.tensor(
+            [sum(sample.trained) for sample in rollout.samples], dtype=torch.float64
+        )
         measured: dict[str, Tensor] = {}
         for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
             if len(some):
                 kinds = {"mean": some.mean(), "min": some.min(), "max": some.max()}
-                measured |= {f"completions/{kind}_{name}length": value for kind, value in kinds.items()}
+                measured |= {
+                    f"completions/{kind}_{name}length": value for kind, value in kinds.items()
+                }
         if len(lengths):
             measured["completions/clipped_ratio"] = rollout.unfinished.mean()
             measured["completions/masked_ratio"] = (rollout.lengths == 0).double().mean()

@@ -1,4 +1,5 @@
-"""Shared by policy-gradient recipes: losses, the policy in the ratio's denominator, and how a rollout is trained on.
+"""Shared by policy-gradient recipes: losses, the policy in the ratio's denominator, and how a
+rollout is trained on.
 
 μ        the sampler's policy, which the tokens were drawn from
 π_old    the trainer's at the start of the rollout, in the ratio's denominator; or μ itself, see `ratio_denominator`
@@ -21,12 +22,30 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ...objectives import PerSequence, PerToken, Stats, correction, kl_estimate, policy, sampler_mismatch, sequence_sum
+from ...objectives import (
+    PerSequence,
+    PerToken,
+    Stats,
+    correction,
+    kl_estimate,
+    policy,
+    sampler_mismatch,
+    sequence_sum,
+)
 from ...objectives.types import Bound
 from ..batch import Batch, Weights, token_mean
 from ..rollouts.source import SourceError
 from ..runs.training import Training
-from ..train.losses import ENTROPY, TensorReader, Tensors, Term, outputs_for, policy_tensors, tensors_needed, units_of
+from ..train.losses import (
+    ENTROPY,
+    TensorReader,
+    Tensors,
+    Term,
+    outputs_for,
+    policy_tensors,
+    tensors_needed,
+    units_of,
+)
 from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
 from .buffer import RolloutBuffer
 from .context import RLContext
@@ -35,17 +54,26 @@ from .settings import PolicyGradientConfig
 
 log = logging.getLogger(__name__)
 
-CLIPPED = 0.05  # share of the tokens, or completions, of the first step on a rollout that is worth a warning
+# share of the tokens, or completions, of the first step on a rollout that is worth a warning
+CLIPPED = 0.05
 
 
 def completion_surrogate(
-    logp: PerSequence, old_logp: PerSequence, advantage: PerSequence, *, clip_low: Bound = 0.2, clip_high: Bound = 0.2
+    logp: PerSequence,
+    old_logp: PerSequence,
+    advantage: PerSequence,
+    *,
+    clip_low: Bound = 0.2,
+    clip_high: Bound = 0.2,
 ) -> tuple[PerSequence, Stats]:
-    """`clipped_surrogate` of whole completions: the ratio is the product of those of its tokens. TRL's RLOO.
+    """`clipped_surrogate` of whole completions: the ratio is the product of those of its tokens.
+    TRL's RLOO.
 
     At ρ = 1 its gradient is that of `reinforce`, RLOO as in the paper.
     """
-    return policy.clipped_surrogate(logp, old_logp, advantage, clip_low=clip_low, clip_high=clip_high)
+    return policy.clipped_surrogate(
+        logp, old_logp, advantage, clip_low=clip_low, clip_high=clip_high
+    )
 
 
 POLICY_LOSSES = {**losses_of(policy), **TOKEN_LOSSES, "completion_surrogate": completion_surrogate}
@@ -60,7 +88,8 @@ def policy_losses(
     *,
     kl_loss: Callable[..., Any] | None = None,
 ) -> dict[str, Term]:
-    """Build the configured losses; losses with an advantage are multiplied by the correction, if one is set.
+    """Build the configured losses; losses with an advantage are multiplied by the correction, if
+    one is set.
 
     Args:
         default: the loss, unless the configuration names another.
@@ -78,7 +107,11 @@ def policy_losses(
         losses["kl"] = Term(partial(kl_loss, kind=config.kl or "k3"), config.beta, weigh)
     for name, loss in losses.items():
         bound = getattr(loss.function, "keywords", {})
-        if getattr(loss.function, "func", None) is kl_estimate and bound["kind"] == "k1" and loss.coefficient:
+        if (
+            getattr(loss.function, "func", None) is kl_estimate
+            and bound["kind"] == "k1"
+            and loss.coefficient
+        ):
             raise ValueError(
                 f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
                 "divergence off the reward (kl_as: reward)"
@@ -93,19 +126,28 @@ def policy_losses(
     return losses
 
 
-def ratio_denominator(config: PolicyGradientConfig, losses: Mapping[str, Term]) -> Literal["sampled", "recomputed"]:
+def ratio_denominator(
+    config: PolicyGradientConfig, losses: Mapping[str, Term]
+) -> Literal["sampled", "recomputed"]:
     """The policy in the denominator of ratios, where the configuration leaves it open.
 
-    Sampler and trainer round differently. In the ratio of one token this hardly matters, and a ratio to μ needs no
-    forward pass and corrects for the difference. Over a completion of T tokens it grows to √T times as much, and in a
-    mean it exceeds the narrow clip of such losses: losses whose signature joins the tokens of a completion get π_old.
-    Where values are learned, the pass that computes them at the start of a rollout gives π_old anyway.
+    Sampler and trainer round differently. In the ratio of one token this hardly matters, and a
+    ratio to μ needs no forward pass and corrects for the difference. Over a completion of T tokens
+    it grows to √T times as much, and in a mean it exceeds the narrow clip of such losses: losses
+    whose signature joins the tokens of a completion get π_old. Where values are learned, the pass
+    that computes them at the start of a rollout gives π_old anyway.
     """
     if config.old_logprobs is not None:
         return config.old_logprobs
     units = [units_of(loss.function) for loss in losses.values()]
-    joined = any("old_logp" in of and ("sequence" in of or of["old_logp"] == "sequences") for of in units)
-    return "recomputed" if joined or config.correction != "none" or "old_value" in tensors_needed(losses) else "sampled"
+    joined = any(
+        "old_logp" in of and ("sequence" in of or of["old_logp"] == "sequences") for of in units
+    )
+    return (
+        "recomputed"
+        if joined or config.correction != "none" or "old_value" in tensors_needed(losses)
+        else "sampled"
+    )
 
 
 def train_policy(
@@ -120,7 +162,8 @@ def train_policy(
     """Prepare to sample rollouts, score them, and train on their advantages.
 
     Args:
-        advantages: ``advantages(rollout)`` gives the column of this name [tokens], and others that the losses read.
+        advantages: ``advantages(rollout)`` gives the column of this name [tokens], and others that
+            the losses read.
         kl_in_reward: whether the advantages read the divergence from the reference.
         save: of `RunContext.train`.
         options: further ones of `RolloutFeed`.
@@ -131,9 +174,11 @@ def train_policy(
     needed = "ref_logp" in tensors_needed(losses) or (kl_in_reward and config.beta > 0)
     reference, _ = run.reference(config.reference, needed=needed, temperature=config.temperature)
 
-    # π_ref once per rollout, if that takes fewer passes than one per training pass, or is needed for the reward anyway.
+    # π_ref once per rollout, if that takes fewer passes than one per training pass, or is needed
+    # for the reward anyway.
     ref_at_start = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
-    # π_old, and values, before the first step. For a rollout that is trained on once, the training pass gives π_old.
+    # π_old, and values, before the first step. For a rollout that is trained on once, the training
+    # pass gives π_old.
     recomputed = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
     old_needed = recomputed or run.model.has_values or (kl_in_reward and reference is not None)
 
@@ -141,16 +186,26 @@ def train_policy(
         columns = {} if ref_at_start is None else {"ref_logp": ref_at_start(batch)}
         if old_needed:
             outputs = run.model(batch, temperature=config.temperature)
-            columns |= {"old_logp": outputs.logprob} | ({} if outputs.value is None else {"old_value": outputs.value})
+            columns |= {"old_logp": outputs.logprob} | (
+                {} if outputs.value is None else {"old_value": outputs.value}
+            )
         return columns
 
     if old_needed or ref_at_start is not None:
         options["measure"] = measure
     mismatch = SamplerMismatch(run.accelerator, config.old_logprobs, config.logp_bound)
-    feed = RolloutFeed(context, advantages, per_step=mismatch.report, first_step=mismatch.check_first_step, **options)
+    feed = RolloutFeed(
+        context,
+        advantages,
+        per_step=mismatch.report,
+        first_step=mismatch.check_first_step,
+        **options,
+    )
 
     ref_logp = reference if ref_at_start is None else lambda batch: batch.columns["ref_logp"]
-    forward = policy_tensors(reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature)
+    forward = policy_tensors(
+        reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature
+    )
     logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **ENTROPY}
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
@@ -158,8 +213,11 @@ def train_policy(
     return run.train(logged, read, feed, save=save)
 
 
-def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, model: nn.Module, batch: Batch) -> Tensors:
-    """The tensors of ``forward``, the policy's one pass over a micro-batch, and what its losses compare π with.
+def rollout_tensors(
+    forward: TensorReader, config: PolicyGradientConfig, model: nn.Module, batch: Batch
+) -> Tensors:
+    """The tensors of ``forward``, the policy's one pass over a micro-batch, and what its losses
+    compare π with.
 
     sampled_logp    log μ of each token
     start_logp      the trainer's at the start of the rollout: stored, or in its only step that of this pass
@@ -178,11 +236,15 @@ def rollout_tensors(forward: TensorReader, config: PolicyGradientConfig, model: 
     tensors |= {("tokens", name): column for name, column in of_tokens.items()}
     tensors["sequences", "old_logp"] = sequence_sum(old, batch.sequence, batch.sequences)
     for name, column in alike.items():
-        tensors["sequences", name] = column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
+        tensors["sequences", name] = column.new_zeros(batch.sequences).index_copy(
+            0, batch.sequence, column
+        )
     return tensors
 
 
-def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequence: Tensor) -> Tensor:
+def corrections(
+    config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequence: Tensor
+) -> Tensor:
     """[tokens], the weight of each by how far the trainer's policy is from the sampler's."""
     low, high = config.bounds
     if config.correction in ("tis", "icepop"):
@@ -201,14 +263,18 @@ def corrections(config: PolicyGradientConfig, old: Tensor, sampled: Tensor, sequ
 class SamplerMismatch:
     """Distance of the trainer's policy at the start of a rollout from the sampler's.
 
-    Extremes and the effective sample size of a step's importance ratios are no means over tokens: `report` gives them.
+    Extremes and the effective sample size of a step's importance ratios are no means over tokens:
+    `report` gives them.
 
     Args:
         old_logprobs: of the denominator of the losses' ratios, "sampled" or "recomputed".
-        bound: mean difference of log-probs, in nats per token, above which the weights are other ones.
+        bound: mean difference of log-probs, in nats per token, above which the weights are other
+            ones.
     """
 
-    def __init__(self, accelerator: Accelerator, old_logprobs: str | None = None, bound: float = math.inf) -> None:
+    def __init__(
+        self, accelerator: Accelerator, old_logprobs: str | None = None, bound: float = math.inf
+    ) -> None:
         self.accelerator, self.old_logprobs, self.bound = accelerator, old_logprobs, bound
         self.silent = not accelerator.is_main_process
         # Of each micro-batch, float64: N, Σ ρ, Σ ρ², and the largest |log ρ|, ρ and -ρ.
@@ -220,7 +286,9 @@ class SamplerMismatch:
             difference = (start_logp - sampled_logp).detach().double()
             ratio = difference.clamp(-policy.LOG_RATIO_LIMIT, policy.LOG_RATIO_LIMIT).exp()
             sums = ratio.new_tensor(len(ratio)), ratio.sum(), ratio.square().sum()
-            self.parts.append(torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()]))
+            self.parts.append(
+                torch.stack([*sums, difference.abs().max(), ratio.max(), -ratio.min()])
+            )
         return (start_logp - sampled_logp).abs(), sampler_mismatch(start_logp, sampled_logp)
 
     def report(self) -> dict[str, float]:
@@ -228,7 +296,9 @@ class SamplerMismatch:
 
         sampling/effective_sample_size    (Σ ρ)² / (N Σ ρ²), the share of the N tokens that equal weights would need
         """
-        nothing = torch.tensor([0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device)
+        nothing = torch.tensor(
+            [0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device
+        )
         parts, self.parts = torch.stack([nothing, *self.parts]), []
         of_rank = torch.cat([parts[:, :3].sum(0), parts[:, 3:].amax(0)])
         of_ranks: Any = self.accelerator.gather(of_rank[None])
@@ -268,7 +338,9 @@ class SamplerMismatch:
         self.warn_of_clipping(metrics)
 
     def warn_of_clipping(self, metrics: Mapping[str, float]) -> None:
-        """Warn once if the first step on a rollout clips, before learning from it could change a ratio."""
+        """Warn once if the first step on a rollout clips, before learning from it could change a
+        ratio.
+        """
         share = max(metrics.get(name, 0.0) for name in ("clip_ratio/region", "cispo_clip_ratio"))
         if self.silent or not share > CLIPPED:
             return
@@ -283,4 +355,8 @@ class SamplerMismatch:
                 "the pass that recomputed log-probs and the one that trains differ, by rounding or dropout; set "
                 "epochs_per_rollout and minibatches to 1, dtype to float32, or wider clips in loss_kwargs"
             )
-        log.warning("%.0f %% clipped in the first step on a rollout, with nothing learned yet: %s", 100 * share, why)
+        log.warning(
+            "%.0f %% clipped in the first step on a rollout, with nothing learned yet: %s",
+            100 * share,
+            why,
+        )

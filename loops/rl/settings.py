@@ -22,8 +22,8 @@ from ..config import (
 from ..rewards.resolve import SHIPPED
 from ..rollouts.sample import SamplingParams
 
-# Nats per token. Other kernels and precisions differ by 0.01 to 0.1 on average; a model that never got its weights by 4
-# and more.
+# Nats per token. Other kernels and precisions differ by 0.01 to 0.1 on average; a model that never
+# got its weights by 4 and more.
 MAX_LOGP_DIFFERENCE = 1.0
 
 CORRECTIONS = {  # bounds of the ratio π_old/μ: low, high
@@ -43,30 +43,40 @@ class VLLM(Settings):
     prefix = "vllm."
 
     url: str | list[str] | None = None
-    """Address of a server that runs, such as http://127.0.0.1:8000, or of several that share the requests, in a list or
-    with commas; null starts one, which ends with the run."""
+    """Address of a server that runs, such as http://127.0.0.1:8000, or of several that share the
+    requests, in a list or with commas; null starts one, which ends with the run."""
     python: str | None = None
-    """Interpreter of the environment that vLLM is installed in, for a server that is started; null is this one."""
+    """Interpreter of the environment that vLLM is installed in, for a server that is started; null
+    is this one.
+    """
     updates: Literal["files", "nccl", "adapters"] = "files"
-    """How weights get to a server: through files, from GPU to GPU, or as one more LoRA adapter for every version."""
+    """How weights get to a server: through files, from GPU to GPU, or as one more LoRA adapter for
+    every version.
+    """
     directory: str | None = None
     """For files of weights, where the server sees them too; null is in the run directory."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further settings of one that is started, by vLLM's names: {max_model_len: 2048, gpu_memory_utilization: 0.4}."""
+    """Further settings of one that is started, by vLLM's names: {max_model_len: 2048,
+    gpu_memory_utilization: 0.4}.
+    """
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of a server that is started, such as {CUDA_VISIBLE_DEVICES: "1"}."""
     host: str = "127.0.0.1"
-    """Address that a server which is started listens at; another one than this machine's own opens it to the network,
-    where only its random key guards its weights."""
+    """Address that a server which is started listens at; another one than this machine's own opens
+    it to the network, where only its random key guards its weights."""
     api_key: str | None = None
-    """Key of a server that runs already, sent with every request; one that is started has a random key."""
+    """Key of a server that runs already, sent with every request; one that is started has a random
+    key.
+    """
     trainer_address: str | None = None
-    """Address of this machine for a server that joins it for updates by nccl; null is that on the route to it."""
+    """Address of this machine for a server that joins it for updates by nccl; null is that on the
+    route to it.
+    """
     timeout: PositiveFloat = 600.0
     """Seconds that one completion may take, before it is requested again."""
     attempts: PositiveInt = 8
-    """How often a completion, or new weights, are tried before the run ends. A refusal does not count if the server has
-    completed others since the one before."""
+    """How often a completion, or new weights, are tried before the run ends. A refusal does not
+    count if the server has completed others since the one before."""
     concurrency: PositiveInt = 64
     """Completions that a server works on at once."""
     patience: PositiveFloat = 1200.0
@@ -86,7 +96,11 @@ class VLLM(Settings):
 
     @property
     def urls(self) -> list[str]:
-        return list(map(str.strip, self.url.split(","))) if isinstance(self.url, str) else self.url or []
+        return (
+            list(map(str.strip, self.url.split(",")))
+            if isinstance(self.url, str)
+            else self.url or []
+        )
 
 
 @dataclass(frozen=True)
@@ -104,14 +118,16 @@ class SamplingConfig(Common):
     top_k: NonNegativeInt = 0
     """Sample from this many of the likeliest tokens; 0 is all."""
     source: Literal["policy", "vllm", "vllm_engine"] = "policy"
-    """Source of completions: the policy itself, on each rank a share of them, where it is sharded from a whole copy; a
-    vLLM server; or vLLM within this process, which must be the only one."""
+    """Source of completions: the policy itself, on each rank a share of them, where it is sharded
+    from a whole copy; a vLLM server; or vLLM within this process, which must be the only one."""
     vllm: VLLM = field(default_factory=VLLM)
     """The server."""
     cache_bytes: PositiveInt | None = None
-    """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's memory that is free
-    before training, or 2 GiB on a CPU. How many completions are read together may change their rounding: give a number
-    where a run may be resumed on another GPU, or on one that others use too."""
+    """Keys and values that the policy holds at once while it samples; null is a quarter of a GPU's
+    memory that is free before training, or 2 GiB on a CPU. How many completions are read together
+    may change their rounding: give a number where a run may be resumed on another GPU, or on one
+    that others use too.
+    """
     show_every: NonNegativeInt = 10
     """Show a few completions every so many rollouts; 0 shows none."""
 
@@ -143,7 +159,10 @@ class SamplingConfig(Common):
             yield "source: a quantized policy has other log-probs than vLLM's plain model; set source to policy"
         if self.vllm.updates == "adapters" and not self.lora.enabled:
             yield "vllm.updates: there are no adapters; set lora.r, or updates to files"
-        if self.source == "vllm_engine" and replace(self.vllm, options={}, directory=None) != VLLM():
+        if (
+            self.source == "vllm_engine"
+            and replace(self.vllm, options={}, directory=None) != VLLM()
+        ):
             yield "vllm: an engine in this process has no other settings than options and directory"
 
     @property
@@ -164,16 +183,20 @@ class OnlineConfig(Referenced, SamplingConfig):
     truncation: Literal["keep_start", "keep_end", "error"] = "error"
     """The part of a longer prompt that is kept: its start, its end, or nothing (an error)."""
     rewards: RewardMix = field(default_factory=dict)
-    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function, from Python also
-    the function; none is {environment: 1.0} where there is an environment. One that returns None is left out of the
-    sum; one that fails (raises, takes too long, returns NaN) masks the completion."""
+    """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function,
+    from Python also the function; none is {environment: 1.0} where there is an environment. One
+    that returns None is left out of the sum; one that fails (raises, takes too long, returns NaN)
+    masks the completion.
+    """
     environment: str | dict[str, dict[str, Any]] | None = None
-    """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools: [calculator]}}, or your
-    own as module:Environment; null for single completions."""
+    """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools:
+    [calculator]}}, or your own as module:Environment; null for single completions."""
     limits: Limits = field(default_factory=Limits)
     """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0
-    """How many rollouts a completion may lag behind the weights of its step; above 0, sampling runs during training."""
+    """How many rollouts a completion may lag behind the weights of its step; above 0, sampling runs
+    during training.
+    """
     epochs_per_rollout: PositiveInt = 1
     """How often a rollout is trained on."""
     minibatches: PositiveInt = 1
@@ -181,11 +204,17 @@ class OnlineConfig(Referenced, SamplingConfig):
     mask_truncated: bool = False
     """Leave out completions that were cut at max_tokens."""
     reference: Literal["auto", "copy", "adapters_off"] = "auto"
-    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto, if it has some)."""
+    """Where reference log-probs come from: a frozen copy, or the model without its adapters (auto,
+    if it has some).
+    """
     loss_kwargs: dict[str, float] = field(default_factory=dict)
-    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has one of that name."""
+    """Hyper-parameters by name, such as {clip_low: 0.2, clip_high: 0.28}, for every loss that has
+    one of that name.
+    """
     eval_temperature: NonNegativeFloat = 0.0
-    """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the likeliest token."""
+    """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the
+    likeliest token.
+    """
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -223,30 +252,34 @@ class PolicyGradientConfig(OnlineConfig):
     """Reinforcement learning from rewards by policy gradient."""
 
     loss: LossMix | None = None
-    """A policy objective of burnish.objectives, or a mix of it with others: {clipped_surrogate: 1, entropy_bonus: .01};
-    null for the recipe's own."""
+    """A policy objective of burnish.objectives, or a mix of it with others: {clipped_surrogate: 1,
+    entropy_bonus: .01}; null for the recipe's own."""
     beta: NonNegativeFloat = 0.0
     """Strength of the pull towards the reference policy; 0 needs no reference."""
     kl: Literal["k1", "k2", "k3"] | None = None
     """The estimator of the divergence from it; null is k3 for a loss, and k1 in the reward."""
     old_logprobs: Literal["sampled", "recomputed"] | None = None
-    """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the rollout; null is
-    recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo, vespo), for ppo, and with a correction,
-    else sampled."""
-    correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mis", "sequence_mask", "geometric_mask"] = (
-        "none"
-    )
-    """Importance correction for the mismatch of trainer and sampler: clamp their ratio to bounds (tis), set it to 0
-    outside the bounds (icepop, sequence_mis), or use a mask that is 1 within them. The ratio is that of a token (tis,
-    icepop), of a completion (sequence), or the geometric mean over a completion. Needs old_logprobs: recomputed."""
+    """The denominator of ratios: the sampler's own log-probs, or the trainer's at the start of the
+    rollout; null is recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo,
+    vespo), for ppo, and with a correction, else sampled."""
+    correction: Literal[
+        "none", "tis", "icepop", "sequence_tis", "sequence_mis", "sequence_mask", "geometric_mask"
+    ] = "none"
+    """Importance correction for the mismatch of trainer and sampler: clamp their ratio to bounds
+    (tis), set it to 0 outside the bounds (icepop, sequence_mis), or use a mask that is 1 within
+    them. The ratio is that of a token (tis, icepop), of a completion (sequence), or the geometric
+    mean over a completion. Needs old_logprobs: recomputed.
+    """
     correction_low: NonNegativeFloat | None = None
     """Lower bound of that ratio; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None
     """Upper bound of that ratio; .inf for none."""
     max_logp_difference: PositiveFloat | None = None
-    """Mean difference of the trainer's and the sampler's log-probs, in nats per token, above which the run ends in the
-    first step on a rollout: it was sampled from other weights. Completions of older weights are not judged. Null is 1,
-    or no bound where top_p or top_k cut the distribution, which a correction is then for; .inf is no bound."""
+    """Mean difference of the trainer's and the sampler's log-probs, in nats per token, above which
+    the run ends in the first step on a rollout: it was sampled from other weights. Completions of
+    older weights are not judged. Null is 1, or no bound where top_p or top_k cut the distribution,
+    which a correction is then for; .inf is no bound.
+    """
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -279,5 +312,6 @@ class PolicyGradientConfig(OnlineConfig):
         """The value of ``max_logp_difference``, given or not."""
         if self.max_logp_difference is not None:
             return self.max_logp_difference
-        # Where sampling is cut off, the sampler's log-probs are those of the rest, and the trainer's are not.
+        # Where sampling is cut off, the sampler's log-probs are those of the rest, and the
+        # trainer's are not.
         return math.inf if self.top_p < 1 or self.top_k else MAX_LOGP_DIFFERENCE

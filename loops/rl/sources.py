@@ -36,7 +36,8 @@ from .settings import VLLM, OnlineConfig, SamplingConfig
 
 
 def check_sampling(config: SamplingConfig) -> None:
-    """Raise ValueError if a stored adapter or the number of ranks stands against sampling as configured.
+    """Raise ValueError if a stored adapter or the number of ranks stands against sampling as
+    configured.
 
     What needs neither is a rule of the settings, `SamplingConfig.sampling_contradictions`.
     """
@@ -44,7 +45,10 @@ def check_sampling(config: SamplingConfig) -> None:
         return
     if config.vllm.updates == "adapters" and config.lora.enabled:
         adapter = vars(config.lora) | config.lora.kwargs
-        if config.lora.path is not None and (stored := Path(config.lora.path, "adapter_config.json")).exists():
+        if (
+            config.lora.path is not None
+            and (stored := Path(config.lora.path, "adapter_config.json")).exists()
+        ):
             adapter = json.loads(stored.read_text())
         needed = max_lora_rank(adapter)
         largest = config.vllm.options.get("max_lora_rank", needed)
@@ -54,7 +58,9 @@ def check_sampling(config: SamplingConfig) -> None:
                 f"it to {needed}"
             )
     if config.source == "vllm_engine" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise ValueError("source: an engine in this process takes its device alone; with several ranks set it to vllm")
+        raise ValueError(
+            "source: an engine in this process takes its device alone; with several ranks set it to vllm"
+        )
     if config.vllm.url is None:
         refuse_unsafe(config.vllm.options)
 
@@ -66,7 +72,8 @@ def open_scheduler(
     converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
     score: Callable[[list[Sample]], Awaitable[None]] | None = None,
 ) -> tuple[RolloutScheduler | None, Follower | None]:
-    """On the main process, the scheduler of the configured source; on the others, the follower of its publications.
+    """On the main process, the scheduler of the configured source; on the others, the follower of
+    its publications.
 
     Where the policy samples, that of every rank samples its share.
 
@@ -76,14 +83,21 @@ def open_scheduler(
         score: see `RolloutScheduler`.
 
     Raises:
-        ValueError: if nothing ends a completion, or names the row whose prompt and ``max_tokens`` exceed the context.
+        ValueError: if nothing ends a completion, or names the row whose prompt and ``max_tokens``
+            exceed the context.
     """
     config: OnlineConfig = run.config
     stop = end_tokens(run.model.plain.generation_config, run.tokenizer)
     if not stop:
-        raise ValueError("stop: no end token; name one that the tokenizer has, such as --eos_token '<|im_end|>'")
+        raise ValueError(
+            "stop: no end token; name one that the tokenizer has, such as --eos_token '<|im_end|>'"
+        )
     run.end_with(stop)
-    accelerator, by_policy, sharded = run.accelerator, config.source == "policy", is_sharded(run.model)
+    accelerator, by_policy, sharded = (
+        run.accelerator,
+        config.source == "policy",
+        is_sharded(run.model),
+    )
     read = adapter_weights if config.vllm.updates == "adapters" else named_weights
     weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))
     local = open_local(run, detached=config.max_staleness > 0) if by_policy else None
@@ -137,10 +151,14 @@ def check_context_length(run: RunContext[Policy], source: RolloutSource | None) 
 
 
 def open_local(run: RunContext[Policy], *, detached: bool = False, **options: Any) -> LocalSource:
-    """The policy as a source, or a whole copy of it if it is sharded or should be ``detached`` from training."""
+    """The policy as a source, or a whole copy of it if it is sharded or should be ``detached`` from
+    training.
+    """
     kind = DetachedSource if detached or is_sharded(run.model) else LocalSource
     autocast = run.accelerator.autocast
-    return kind(run.model, run.tokenizer, cache_bytes=run.config.cache_bytes, context=autocast, **options)
+    return kind(
+        run.model, run.tokenizer, cache_bytes=run.config.cache_bytes, context=autocast, **options
+    )
 
 
 def open_source(run: RunContext[Policy]) -> RolloutSource:
@@ -154,9 +172,14 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
         sleep = torch.cuda.is_available()  # the trainer needs the memory
         engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **options)
         return VLLMEngine(engine, directory=config.vllm.directory, **known)
-    known |= {"dtype": dtype} | {name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")}
+    known |= {"dtype": dtype} | {
+        name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")
+    }
     if urls := config.vllm.urls:
-        servers = [VLLMServer(url, updates=open_updates(run), key=config.vllm.api_key, **known) for url in urls]
+        servers = [
+            VLLMServer(url, updates=open_updates(run), key=config.vllm.api_key, **known)
+            for url in urls
+        ]
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
     updates = open_updates(run)
     server = ServerProcess(
@@ -170,7 +193,9 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
         host=config.vllm.host,
         patience=config.vllm.patience,
     )
-    return VLLMServer(server.url, updates=updates, key=server.key, revive=server.revive, end=server.close, **known)
+    return VLLMServer(
+        server.url, updates=updates, key=server.key, revive=server.revive, end=server.close, **known
+    )
 
 
 def _of_revision(config: OnlineConfig) -> dict[str, str]:
@@ -195,7 +220,9 @@ def open_updates(run: RunContext[Policy]) -> Files | Nccl | Adapters:
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """vLLM's command line: {max_model_len: 512, enforce_eager: true} is --max-model-len 512 --enforce-eager."""
+    """vLLM's command line: {max_model_len: 512, enforce_eager: true} is --max-model-len 512
+    --enforce-eager.
+    """
     flags: list[str] = []
     for name, value in options.items():
         if isinstance(value, str) and redacted(value, name) != value:

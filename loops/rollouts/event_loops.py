@@ -1,4 +1,6 @@
-"""Run the async scheduler from a synchronous trainer, and blocking functions outside an event loop."""
+"""Run the async scheduler from a synchronous trainer, and blocking functions outside an event
+loop.
+"""
 
 import asyncio
 import logging
@@ -21,11 +23,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _DEVICES = ("cpu", "cuda")  # whose autocast is looked after
-_BLOCKS = 1.0  # seconds between two awaits, from which on a function is said to block the event loop
+# seconds between two awaits, from which on a function is said to block the event loop
+_BLOCKS = 1.0
 
 
 class EventLoop:
-    """An event loop in the trainer's thread, which runs only while the trainer waits for it, or in a background thread.
+    """An event loop in the trainer's thread, which runs only while the trainer waits for it, or in
+    a background thread.
 
     It also runs in the background if this thread already runs a loop, as in a notebook.
     """
@@ -36,7 +40,9 @@ class EventLoop:
         self.thread: threading.Thread | None = None
         if background or asyncio._get_running_loop() is not None:
             self.loop, self.stopped = self.runner.get_loop(), asyncio.Event()
-            self.thread = threading.Thread(target=self._serve, name="burnish-scheduler", daemon=True)
+            self.thread = threading.Thread(
+                target=self._serve, name="burnish-scheduler", daemon=True
+            )
             self.thread.start()
         else:  # of a script that ends without `close`
             self._dropped = weakref.finalize(self, _close_dropped, self.runner)
@@ -71,7 +77,9 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _close_dropped(runner: asyncio.Runner) -> None:
-    """Close a loop that is collected as garbage, which may happen while another one runs in this thread."""
+    """Close a loop that is collected as garbage, which may happen while another one runs in this
+    thread.
+    """
     if asyncio._get_running_loop() is not None:
         runner.get_loop().close()
     else:
@@ -90,7 +98,9 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 class _TorchState:
-    """What torch does in this thread: gradients, inference mode, autocast. Torch may be absent from this process."""
+    """What torch does in this thread: gradients, inference mode, autocast. Torch may be absent from
+    this process.
+    """
 
     def __init__(self) -> None:
         self.torch: Any = sys.modules.get("torch")
@@ -112,10 +122,12 @@ class _TorchState:
 def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any, T]:
     """Await a user's coroutine, and log a warning, once for each name, if it blocks the event loop.
 
-    It runs from one of its awaits to the next while everything else in the loop waits, and no timeout can end it.
+    It runs from one of its awaits to the next while everything else in the loop waits, and no
+    timeout can end it.
 
-    What it sets in torch, such as ``with torch.no_grad():`` around an await, holds for itself alone: it would hold for
-    the whole thread, in which the trainer trains, and be left behind where two coroutines end in another order.
+    What it sets in torch, such as ``with torch.no_grad():`` around an await, holds for itself
+    alone: it would hold for the whole thread, in which the trainer trains, and be left behind where
+    two coroutines end in another order.
     """
     steps = coroutine.__await__()
     resume: Callable[[Any], Any] = steps.send
@@ -157,7 +169,9 @@ _blocking: set[str] = set()  # names that a warning was logged for
 
 
 def warn_if_blocking(name: str, seconds: float) -> None:
-    """Log a warning, once for each name, if a user's function ran in the event loop for so many seconds."""
+    """Log a warning, once for each name, if a user's function ran in the event loop for so many
+    seconds.
+    """
     if seconds > _BLOCKS and name not in _blocking:
         _blocking.add(name)
         log.warning(
@@ -170,9 +184,11 @@ def warn_if_blocking(name: str, seconds: float) -> None:
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Return the function's result, computed in a daemon thread; if the wait is cancelled, the call is abandoned.
+    """Return the function's result, computed in a daemon thread; if the wait is cancelled, the call
+    is abandoned.
 
-    Python waits for an executor's threads when it exits, and starting a thread for each call is slow.
+    Python waits for an executor's threads when it exits, and starting a thread for each call is
+    slow.
     """
     outcome: Future[tuple[bool, Any]] = Future()
     outcome.set_running_or_notify_cancel()  # from now on it can't be cancelled
@@ -186,7 +202,8 @@ async def off_loop(function: Callable[[], T]) -> T:
         succeeded, value = await asyncio.wrap_future(outcome)
     except asyncio.CancelledError:
         _abandoned[outcome] = _name_of(function)
-        outcome.add_done_callback(lambda outcome: _abandoned.pop(outcome, None))  # it has ended after all
+        # it has ended after all
+        outcome.add_done_callback(lambda outcome: _abandoned.pop(outcome, None))
         raise
     if not succeeded:
         raise value
@@ -195,7 +212,9 @@ async def off_loop(function: Callable[[], T]) -> T:
 
 
 def refuse_abandoned() -> None:
-    """Raise RuntimeError if more calls than `MOST_ABANDONED` run on in threads although nobody waits for them."""
+    """Raise RuntimeError if more calls than `MOST_ABANDONED` run on in threads although nobody
+    waits for them.
+    """
     stuck = Counter(list(_abandoned.values()))
     if stuck.total() > MOST_ABANDONED:
         names = ", ".join(f"{count} of {name}" for name, count in stuck.most_common(3))

@@ -30,12 +30,14 @@ _SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
     """Append samples to a file of JSON lines, or replace one that ends in ``.parquet``.
 
-    They are on disk when it returns. A Parquet file can't be appended to, and appears only when it is complete.
+    They are on disk when it returns. A Parquet file can't be appended to, and appears only when it
+    is complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     records = map(to_record, samples)
     if path.suffix != ".parquet":
-        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:  # half a surrogate as \\ud800
+        # half a surrogate as \\ud800
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         return
     rows = [record | {name: json.dumps(record[name]) for name in _AS_TEXT} for record in records]
@@ -45,12 +47,15 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a file in the order they were written. An incomplete last line is skipped.
+    """Yield the samples of a file in the order they were written. An incomplete last line is
+    skipped.
 
     Raises:
         ValueError: names the sample that is damaged or does not agree with itself.
     """
-    for number, record in enumerate(_from_parquet(path) if path.suffix == ".parquet" else _from_lines(path), start=1):
+    for number, record in enumerate(
+        _from_parquet(path) if path.suffix == ".parquet" else _from_lines(path), start=1
+    ):
         try:
             sample = from_record(json.loads(record) if isinstance(record, str) else record)
             check_sample(sample)
@@ -61,14 +66,17 @@ def read_samples(path: Path) -> Iterator[Sample]:
 
 def _from_lines(path: Path) -> Iterator[str]:
     with path.open(encoding="utf-8") as file:
-        yield from (line[:-1] for line in file if line.endswith("\n"))  # or else its writer was killed
+        # or else its writer was killed
+        yield from (line[:-1] for line in file if line.endswith("\n"))
 
 
 def _from_parquet(path: Path) -> Iterator[Any]:
     with pyarrow.parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(batch_size=256):
             for record in batch.to_pylist():
-                yield record | {name: json.loads(record[name]) for name in _AS_TEXT if name in record}
+                yield record | {
+                    name: json.loads(record[name]) for name in _AS_TEXT if name in record
+                }
 
 
 def open_sample_log(
@@ -77,11 +85,11 @@ def open_sample_log(
     decode: Callable[[list[int]], Any] = str,
     log_table: Callable[..., object] = lambda *table: None,
 ) -> Callable[[Sequence[Sample]], None]:
-    """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of every
-    ``show_every``-th, also by ``log_table(name, step, columns, rows)``.
+    """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of
+    every ``show_every``-th, also by ``log_table(name, step, columns, rows)``.
 
-    The first call drops recorded samples from its first task on: an earlier process of a resumed run drew them. Lines
-    that can't be read are set aside, and counted by a warning.
+    The first call drops recorded samples from its first task on: an earlier process of a resumed
+    run drew them. Lines that can't be read are set aside, and counted by a warning.
     """
     numbers = count()
 
@@ -96,8 +104,14 @@ def open_sample_log(
             rows = []
             table = Table(*columns, title=f"rollout {number}", title_justify="left")
             for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
-                scores = {k: f"{v:.3g}" if isinstance(v, float) else v or "none" for k, v in sample.rewards.items()}
-                prompt, rewards = str(decode(sample.prompt))[-_LONGEST:], ", ".join(map(" ".join, scores.items()))
+                scores = {
+                    k: f"{v:.3g}" if isinstance(v, float) else v or "none"
+                    for k, v in sample.rewards.items()
+                }
+                prompt, rewards = (
+                    str(decode(sample.prompt))[-_LONGEST:],
+                    ", ".join(map(" ".join, scores.items())),
+                )
                 table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
                 rows.append((str(sample.task), prompt, sample.text, rewards))
             Console().print(table)
@@ -128,12 +142,12 @@ def _take_back(path: Path, first: int) -> None:
 class ReplaySource:
     """A source of stored samples, by task and index; it draws nothing.
 
-    The samples keep their stored versions and log-probs, whatever version is published: they are off-policy, and
-    objectives correct for it.
+    The samples keep their stored versions and log-probs, whatever version is published: they are
+    off-policy, and objectives correct for it.
 
     Args:
-        samples: for instance from `read_samples`; of two with the same task and index the later counts, as after a
-            resume.
+        samples: for instance from `read_samples`; of two with the same task and index the later
+            counts, as after a resume.
     """
 
     overlaps = stored = True
@@ -153,7 +167,9 @@ class ReplaySource:
         if stored is None:
             tasks = sorted({task for task, _ in self.samples})
             held = f"tasks {tasks[0]} to {tasks[-1]}" if tasks else "nothing"
-            raise ValueError(f"replay: completion {index} of task {request.task} is not stored; what is: {held}")
+            raise ValueError(
+                f"replay: completion {index} of task {request.task} is not stored; what is: {held}"
+            )
         if list(stored.prompt) != list(request.prompt):
             raise ValueError(
                 f"replay: task {request.task} was stored with another prompt: replay the data that it was drawn with"

@@ -4,8 +4,8 @@
     SourceLost, OSError     it is gone, or draws from other weights: first it must draw from the trainer's again
     anything else           ends the run
 
-Siblings of a completion that failed are kept. Beneath a source of conversations a request is one turn of one
-conversation, so that a failure repeats this turn alone.
+Siblings of a completion that failed are kept. Beneath a source of conversations a request is one
+turn of one conversation, so that a failure repeats this turn alone.
 """
 
 import asyncio
@@ -18,7 +18,14 @@ from typing import Any
 
 from .event_loops import gather_or_cancel
 from .sample import Request, Sample
-from .source import NamedWeights, RolloutSource, SourceBusy, SourceError, SourceLost, check_completions
+from .source import (
+    NamedWeights,
+    RolloutSource,
+    SourceBusy,
+    SourceError,
+    SourceLost,
+    check_completions,
+)
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +34,14 @@ _LONGEST = 30.0  # seconds between two attempts
 
 @dataclass
 class Attempts:
-    """The attempts at one thing, such as a completion: a failed one is logged, and the last one raises.
+    """The attempts at one thing, such as a completion: a failed one is logged, and the last one
+    raises.
 
     Attributes:
         what: could not be done, for messages.
         most: how many there may be.
-        backoff: seconds until the second; twice as long before each further one, up to half a minute.
+        backoff: seconds until the second; twice as long before each further one, up to half a
+            minute.
         failed: how many have failed.
     """
 
@@ -42,7 +51,9 @@ class Attempts:
     failed: int = 0
     began: float = field(default_factory=time.monotonic)
 
-    async def after(self, error: Exception, *, counts: bool = True, level: int = logging.WARNING) -> None:
+    async def after(
+        self, error: Exception, *, counts: bool = True, level: int = logging.WARNING
+    ) -> None:
         """Wait until the next attempt.
 
         Args:
@@ -53,7 +64,14 @@ class Attempts:
             SourceError: after the last attempt.
         """
         waits = self.backoff * 2**self.failed
-        log.log(level, "scheduler: %s in attempt %d of %d: %s", self.what, self.failed + 1, self.most, error)
+        log.log(
+            level,
+            "scheduler: %s in attempt %d of %d: %s",
+            self.what,
+            self.failed + 1,
+            self.most,
+            error,
+        )
         self.failed += counts
         if self.failed == self.most:
             raise SourceError(
@@ -68,14 +86,16 @@ class RetryingSource:
     """A source on top of another, whose requests it repeats; see the top of the file.
 
     Args:
-        source: with ``separate``, each completion is asked for by itself from the start, see `RolloutSource`.
-        attempts: how often a completion is asked for. A refusal does not count if the source has completed others since
-            the one before: it has too much to do, and at a third of refusals one of 7,000 completions is refused eight
-            times in a row.
+        source: with ``separate``, each completion is asked for by itself from the start, see
+            `RolloutSource`.
+        attempts: how often a completion is asked for. A refusal does not count if the source has
+            completed others since the one before: it has too much to do, and at a third of refusals
+            one of 7,000 completions is refused eight times in a row.
         backoff: see `Attempts`.
-        published: ``published()`` are the version of the trainer's weights, and the newest that may be drawn from.
-        restored: ``await restored(failed)`` returns when the source draws from the trainer's weights, checked later
-            than ``failed``, a time of `time.monotonic`.
+        published: ``published()`` are the version of the trainer's weights, and the newest that may
+            be drawn from.
+        restored: ``await restored(failed)`` returns when the source draws from the trainer's
+            weights, checked later than ``failed``, a time of `time.monotonic`.
 
     Attributes:
         retries: how many requests were repeated.
@@ -96,7 +116,9 @@ class RetryingSource:
         self._refused = False
 
     async def sample(self, request: Request) -> list[Sample]:
-        attempts = Attempts(f"task {request.task} could not be sampled", self.attempts, self.backoff)
+        attempts = Attempts(
+            f"task {request.task} could not be sampled", self.attempts, self.backoff
+        )
         lost = None
         if len(request.indices) > 1 and not getattr(self.source, "separate", False):
             try:
@@ -116,9 +138,13 @@ class RetryingSource:
         await self.source.close()
 
     async def _repeat(self, request: Request, attempts: Attempts, lost: float | None) -> Sample:
-        """One completion, in as many attempts as it takes; the source was ``lost`` at that time, if at all."""
+        """One completion, in as many attempts as it takes; the source was ``lost`` at that time, if
+        at all.
+        """
         turn = f"turn {request.turn + 1} of " if request.turn else ""
-        attempts.what = f"{turn}completion {request.indices[0]} of task {request.task} could not be sampled"
+        attempts.what = (
+            f"{turn}completion {request.indices[0]} of task {request.task} could not be sampled"
+        )
         completed = math.inf  # by the source, when it refused before
         while True:
             try:
@@ -132,7 +158,9 @@ class RetryingSource:
                 lost = await self._wait(error, attempts, counts=not alive)
 
     async def _wait(self, error: Exception, attempts: Attempts, *, counts: bool) -> float | None:
-        """Wait until the next attempt; returns when the source was lost, None if it has only refused."""
+        """Wait until the next attempt; returns when the source was lost, None if it has only
+        refused.
+        """
         failed, busy = time.monotonic(), isinstance(error, SourceBusy)
         if busy and not self._refused:
             self._refused = True
@@ -142,7 +170,9 @@ class RetryingSource:
                 error,
             )
         stalled = counts and attempts.failed > 0
-        await attempts.after(error, counts=counts, level=logging.INFO if busy and not stalled else logging.WARNING)
+        await attempts.after(
+            error, counts=counts, level=logging.INFO if busy and not stalled else logging.WARNING
+        )
         self.retries += 1
         return None if busy else failed
 
@@ -165,7 +195,8 @@ class RetryingSource:
 
 
 def retrying(source: Any, **options: Any) -> tuple[Any, RetryingSource]:
-    """The source with retries, and what repeats its requests: beneath it, if it is a source on top of another.
+    """The source with retries, and what repeats its requests: beneath it, if it is a source on top
+    of another.
 
     Args:
         source: one on top of another has ``on(another)``, such as `MultiTurnSource`.

@@ -11,7 +11,9 @@ Row = Mapping[str, Any]  # of a data set, as reward functions and environments r
 
 
 class VersionSpan(NamedTuple):
-    """The version of the weights from which tokens ``[start, end)`` of a completion were sampled."""
+    """The version of the weights from which tokens ``[start, end)`` of a completion were
+    sampled.
+    """
 
     version: int
     start: int
@@ -24,9 +26,11 @@ class SamplingParams:
 
     Attributes:
         max_tokens: the longest completion.
-        temperature: of the softmax, and of the log-probs; compare them with ``policy(batch, temperature=...)``;
-            0 takes the likeliest token, with its log-prob at temperature 1.
-        top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those after truncation.
+        temperature: of the softmax, and of the log-probs; compare them with
+            ``policy(batch, temperature=...)``; 0 takes the likeliest token, with its log-prob at
+            temperature 1.
+        top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those after
+            truncation.
         stop: token ids that end a completion, as its last token.
     """
 
@@ -46,7 +50,9 @@ class SamplingParams:
         if self.top_k < 0:
             raise ValueError(f"top_k: must be >= 0, where 0 keeps all, got {self.top_k}")
         if not all(isinstance(token, Integral) for token in self.stop):
-            raise ValueError(f"stop: wanted token ids, such as those of tokenizer.encode, got {self.stop!r}")
+            raise ValueError(
+                f"stop: wanted token ids, such as those of tokenizer.encode, got {self.stop!r}"
+            )
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,8 @@ class Request:
     Attributes:
         task: the place of the prompt in the run's order; it names the group.
         prompt: token ids, never text: nothing is tokenized twice.
-        indices: which completions of the group to sample, so that a single one can be requested again.
+        indices: which completions of the group to sample, so that a single one can be requested
+            again.
         key: of the run, usually its seed.
         turn: of a conversation; its earlier turns are part of the prompt.
     """
@@ -69,7 +76,9 @@ class Request:
     turn: int = 0
 
     def seed(self, index: int) -> int:
-        """The seed of one completion in [0, 2⁶³): a hash of the request, so that order and concurrency don't matter."""
+        """The seed of one completion in [0, 2⁶³): a hash of the request, so that order and
+        concurrency don't matter.
+        """
         name = ",".join(map(str, (self.key, self.task, index, self.turn)))
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
 
@@ -81,15 +90,20 @@ class Sample:
     Attributes:
         task, index: which prompt of the run, and which completion in its group.
         prompt: token ids.
-        tokens: token ids of the completion; in a conversation they include the observations after the first turn.
+        tokens: token ids of the completion; in a conversation they include the observations after
+            the first turn.
         trained: which tokens the policy sampled; the others are context.
-        logprobs: of every token under the distribution that it was drawn from, 0 where it was not drawn.
-        spans: the versions of the weights that tokens were drawn from, in order, without gaps between drawn tokens.
+        logprobs: of every token under the distribution that it was drawn from, 0 where it was not
+            drawn.
+        spans: the versions of the weights that tokens were drawn from, in order, without gaps
+            between drawn tokens.
         finish: a stop token, the maximal length, or aborted.
         text: the sampled tokens, decoded without special tokens, for rewards.
-        rewards: scores by the name of the reward; None if it does not apply, or in a word how it failed.
+        rewards: scores by the name of the reward; None if it does not apply, or in a word how it
+            failed.
         info: plain data of rewards and environments, stored with the sample.
-        row: the row of the data that its prompt comes from, where the scheduler was given rows; it is not stored.
+        row: the row of the data that its prompt comes from, where the scheduler was given rows; it
+            is not stored.
     """
 
     task: int
@@ -111,7 +125,9 @@ class Sample:
         return min(span.version for span in self.spans)
 
     def copy(self) -> "Sample":
-        """A sample for a user's function, which may change it; ``info`` is the same, so that it can leave values."""
+        """A sample for a user's function, which may change it; ``info`` is the same, so that it can
+        leave values.
+        """
         return replace(
             self,
             prompt=list(self.prompt),
@@ -125,7 +141,9 @@ class Sample:
 
 
 def copied(value: Any) -> Any:
-    """The value with copies of its lists and dicts, at every depth; what they hold otherwise is the same."""
+    """The value with copies of its lists and dicts, at every depth; what they hold otherwise is the
+    same.
+    """
     if isinstance(value, dict):
         return {key: copied(entry) for key, entry in value.items()}
     if type(value) is list:
@@ -133,7 +151,9 @@ def copied(value: Any) -> Any:
     return value
 
 
-def check_request(request: Request, *, vocab: int | None = None, context: int | None = None) -> None:
+def check_request(
+    request: Request, *, vocab: int | None = None, context: int | None = None
+) -> None:
     """Refuse a request that no source can complete, so that repeating it would not help.
 
     Args:
@@ -147,7 +167,9 @@ def check_request(request: Request, *, vocab: int | None = None, context: int | 
     limit = math.inf if vocab is None else vocab
     longest = len(request.prompt) + request.sampling.max_tokens
     if not request.prompt:
-        raise ValueError(f"{who}: its prompt is empty; begin it with the tokenizer's first token or a chat template")
+        raise ValueError(
+            f"{who}: its prompt is empty; begin it with the tokenizer's first token or a chat template"
+        )
     if not request.indices or len(set(request.indices)) < len(request.indices):
         raise ValueError(f"{who}: indices must be some, and distinct, got {list(request.indices)}")
     for kind, tokens in (("prompt", request.prompt), ("stop", request.sampling.stop)):
@@ -222,7 +244,9 @@ def _problem_of_versions(sample: Sample) -> str:
     covered: set[int] = set()
     for span in sample.spans:
         if not isinstance(span.version, int):
-            return f"wanted the version of the weights that its tokens are from, got {span.version!r}"
+            return (
+                f"wanted the version of the weights that its tokens are from, got {span.version!r}"
+            )
         covered.update(range(span.start, span.end))
     for position, drawn in enumerate(sample.trained):
         if drawn and position not in covered:
@@ -234,8 +258,12 @@ FIELDS = tuple(field.name for field in fields(Sample) if field.name != "row")
 
 
 def to_record(sample: Sample) -> dict[str, Any]:
-    """The fields of a sample as checkpoints and ``samples.jsonl`` hold them: spans are [[version, start, end], ...]."""
-    return {name: getattr(sample, name) for name in FIELDS} | {"spans": [list(span) for span in sample.spans]}
+    """The fields of a sample as checkpoints and ``samples.jsonl`` hold them: spans are [[version,
+    start, end], ...].
+    """
+    return {name: getattr(sample, name) for name in FIELDS} | {
+        "spans": [list(span) for span in sample.spans]
+    }
 
 
 def from_record(record: dict[str, Any]) -> Sample:
@@ -246,12 +274,15 @@ def from_record(record: dict[str, Any]) -> Sample:
     """
     if set(record) != set(FIELDS):
         odd = sorted(set(record) ^ set(FIELDS))
-        raise ValueError(f"sample: wanted the fields {', '.join(FIELDS)}; missing or unknown: {', '.join(odd)}")
+        raise ValueError(
+            f"sample: wanted the fields {', '.join(FIELDS)}; missing or unknown: {', '.join(odd)}"
+        )
     return Sample(**{**record, "spans": [VersionSpan(*span) for span in record["spans"]]})
 
 
 def plain(value: Any, who: str) -> Any:
-    """A value as JSON and checkpoints hold it: numbers and arrays of numpy and torch become Python's, tuples lists.
+    """A value as JSON and checkpoints hold it: numbers and arrays of numpy and torch become
+    Python's, tuples lists.
 
     Args:
         who: names the value and its origin in the message.

@@ -4,9 +4,9 @@
     age             v minus the oldest version that a completion was sampled from, at the step v that trains on it
     admission       with B tasks per step, at version v only the first (v + 1 + max_staleness)·B may have been begun
 
-Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by step v +
-max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At max_staleness 0 nothing is sampled
-during training.
+Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by
+step v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At
+max_staleness 0 nothing is sampled during training.
 
 Seeds are hashes of the request, so pending requests need not be saved: they are made again.
 """
@@ -38,10 +38,15 @@ _SLOW_SCORE = 300.0  # seconds after which a score is said to take long, and aga
 
 
 def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int]:
-    """The prompt of each task, as its index: one pass over all of them after another, each permuted by the seed."""
+    """The prompt of each task, as its index: one pass over all of them after another, each permuted
+    by the seed.
+    """
     if count < 1 or seed < 0:
-        raise ValueError(f"scheduler: wanted at least one prompt and a seed >= 0, got {count} and {seed}")
-    permuted = lru_cache(maxsize=2)(partial(permutation, count, seed))  # tasks at hand may be of two passes
+        raise ValueError(
+            f"scheduler: wanted at least one prompt and a seed >= 0, got {count} and {seed}"
+        )
+    # tasks at hand may be of two passes
+    permuted = lru_cache(maxsize=2)(partial(permutation, count, seed))
     return lambda task: int(permuted(task // count)[task % count]) if shuffle else task % count
 
 
@@ -49,15 +54,21 @@ def _read_prompts(
     prompts: Sequence[Sequence[int] | str | Row], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[list[Sequence[int]], list[Row]]:
     """The token ids of all prompts, and the rows that they come from."""
-    rows: list[Row] = [prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts]
+    rows: list[Row] = [
+        prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts
+    ]
     for i, row in enumerate(rows):
         if "prompt" not in row:
-            raise ValueError(f"scheduler: row {i} has no column 'prompt', only {', '.join(row)}; rename one to it")
+            raise ValueError(
+                f"scheduler: row {i} has no column 'prompt', only {', '.join(row)}; rename one to it"
+            )
     texts: list[Any] = [row["prompt"] for row in rows]
     if all(isinstance(token, int) for text in texts for token in text):
         return texts, rows
     if tokenizer is None:
-        raise ValueError("scheduler: prompts of text need a source with a tokenizer; give it one, or token ids")
+        raise ValueError(
+            "scheduler: prompts of text need a source with a tokenizer; give it one, or token ids"
+        )
     return list(encode_prompts([{"prompt": text} for text in texts], tokenizer)[0]["prompt"]), rows
 
 
@@ -66,20 +77,26 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
 
     Args:
         source: samples the completions.
-        prompts: token ids, texts, or rows with a prompt and columns that rewards read; or ``prompts(i)``, the token ids
-            of the prompt of task i, the same at every call. Tasks go through a list again and again.
+        prompts: token ids, texts, or rows with a prompt and columns that rewards read; or
+            ``prompts(i)``, the token ids of the prompt of task i, the same at every call. Tasks go
+            through a list again and again.
         group_size: completions per prompt.
-        max_staleness: number of versions that a completion may be behind the weights of its step; above 0, completions
-            are sampled in a thread during training.
+        max_staleness: number of versions that a completion may be behind the weights of its step;
+            above 0, completions are sampled in a thread during training.
         groups_per_step: B, prompts per step; at max_staleness 0 it may be left to `take`.
-        sampling: 256 tokens at temperature 1 unless given; without stop tokens it gets those of source and tokenizer.
+        sampling: 256 tokens at temperature 1 unless given; without stop tokens it gets those of
+            source and tokenizer.
         seed: seed of the run; each completion has its own, a hash of this one and its place.
         shuffle: permute every pass over the list of prompts.
-        weights: ``weights()`` are the trainer's now, as `RolloutSource.publish` wants them; `publish` may name others.
-        score: ``await score(group)`` is called as groups finish, to reward them while others are under way.
-        attempts: how often a completion, or a publication, is tried before the run ends with the source's error, where
-            it is worth retrying; what the source refuses for good ends the run at once. See `RetryingSource`.
-        backoff: seconds until the second attempt; twice as long before each further one, up to half a minute.
+        weights: ``weights()`` are the trainer's now, as `RolloutSource.publish` wants them;
+            `publish` may name others.
+        score: ``await score(group)`` is called as groups finish, to reward them while others are
+            under way.
+        attempts: how often a completion, or a publication, is tried before the run ends with the
+            source's error, where it is worth retrying; what the source refuses for good ends the
+            run at once. See `RetryingSource`.
+        backoff: seconds until the second attempt; twice as long before each further one, up to half
+            a minute.
 
     Raises:
         ValueError: if completions would be sampled from the very weights that are being trained.
@@ -102,7 +119,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         backoff: float = 1.0,
     ) -> None:
         if groups_per_step is None and max_staleness:
-            raise ValueError("scheduler: at max_staleness > 0 it samples ahead of `take`; give groups_per_step")
+            raise ValueError(
+                "scheduler: at max_staleness > 0 it samples ahead of `take`; give groups_per_step"
+            )
         for name, value, least in (
             ("groups_per_step", 1 if groups_per_step is None else groups_per_step, 1),
             ("group_size", group_size, 1),
@@ -121,8 +140,14 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         if not self.sampling.stop:
             sampler: Any = getattr(source, "source", source)  # that of conversations
             policy: Any = getattr(sampler, "policy", None)
-            config = getattr(sampler, "config", None) if policy is None else policy.plain.generation_config
-            self.sampling = replace(self.sampling, stop=end_tokens(config, getattr(sampler, "tokenizer", None)))
+            config = (
+                getattr(sampler, "config", None)
+                if policy is None
+                else policy.plain.generation_config
+            )
+            self.sampling = replace(
+                self.sampling, stop=end_tokens(config, getattr(sampler, "tokenizer", None))
+            )
         self._row: Callable[[int], Row] | None = None
         if not callable(prompts):
             ids, rows = _read_prompts(prompts, getattr(source, "tokenizer", None))
@@ -132,18 +157,25 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.seed, self.max_staleness = seed, max_staleness
         self.attempts, self.backoff = attempts, backoff
-        self._settings = {"groups_per_step": groups_per_step, "group_size": group_size, "seed": seed}
+        self._settings = {
+            "groups_per_step": groups_per_step,
+            "group_size": group_size,
+            "seed": seed,
+        }
         self.version: int | None = None
-        self.ends: list[int] = []  # of step k: the number of tasks that steps 0..k trained on, every task once
+        # of step k: the number of tasks that steps 0..k trained on, every task once
+        self.ends: list[int] = []
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication has started
         self._limit = 0  # tasks below it are admitted at the published version
-        self._groups: dict[int, asyncio.Task[list[Sample]]] = {}  # of admitted tasks, under way or ready to be taken
+        # of admitted tasks, under way or ready to be taken
+        self._groups: dict[int, asyncio.Task[list[Sample]]] = {}
         self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint
         self.loop = EventLoop(background=max_staleness > 0)  # where the source and the score run
         self._changed = asyncio.Condition()  # a version was published, or the source has lost it
         self._lost = False  # the source was seen to sample from other weights than the trainer's
-        self._seen = -math.inf  # when it was last seen to sample from the trainer's, after a failure
+        # when it was last seen to sample from the trainer's, after a failure
+        self._seen = -math.inf
         self._asked, self._repeated = retrying(
             source,
             attempts=attempts,
@@ -166,20 +198,23 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         """Sample from these weights from now on: their version is the number of the next step.
 
         Args:
-            weights: a policy, or ``weights()`` as `RolloutSource.publish` wants them, also for later publications.
+            weights: a policy, or ``weights()`` as `RolloutSource.publish` wants them, also for
+                later publications.
 
         Raises:
             SourceError: if the source can't be reached.
         """
         if isinstance(weights, nn.Module):
-            policy: Any = getattr(weights, "module", weights)  # of the wrapper that distributes it over ranks
+            # of the wrapper that distributes it over ranks
+            policy: Any = getattr(weights, "module", weights)
             self.weights = lambda: named_weights(policy)
         elif weights is not None:
             self.weights = weights
         self.loop.run(self._publish(len(self.ends)))
 
     def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
-        """The next groups in the order of tasks, B of them or as many as asked for; waits until they are there.
+        """The next groups in the order of tasks, B of them or as many as asked for; waits until
+        they are there.
 
         A step may call it more than once, for example to skip groups without variance.
 
@@ -229,27 +264,39 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         """
         for name, value in self._settings.items():
             if state["settings"][name] != value:
-                raise ValueError(f"scheduler: the run to resume had {name}={state['settings'][name]}, not {value}")
+                raise ValueError(
+                    f"scheduler: the run to resume had {name}={state['settings'][name]}, not {value}"
+                )
         self.ends = list(state["ends"])
-        self._stored = {int(task): [from_record(record) for record in group] for task, group in state["ready"].items()}
+        self._stored = {
+            int(task): [from_record(record) for record in group]
+            for task, group in state["ready"].items()
+        }
 
     # The methods below run in the event loop.
 
     async def _publish(self, version: int, *, only_if_lost: bool = False) -> None:
-        """Publish the trainer's weights, perhaps only if the source, restarted since, does not sample from them."""
+        """Publish the trainer's weights, perhaps only if the source, restarted since, does not
+        sample from them.
+        """
         async with self._changed:
             self._newest = version
-            attempts = Attempts(f"version {version} could not be published", self.attempts, self.backoff)
+            attempts = Attempts(
+                f"version {version} could not be published", self.attempts, self.backoff
+            )
             while True:
                 try:
-                    asked = attempts.failed or only_if_lost  # a request for its version brings it back
+                    # a request for its version brings it back
+                    asked = attempts.failed or only_if_lost
                     if asked and await self.source.version() == version and only_if_lost:
                         break
                     await self.source.publish(self.weights(), version)
                     if (taken := await self.source.version()) == version:
                         break
                     name = type(self.source).__name__
-                    raise SourceLost(f"{name} was given the weights, and samples from version {taken}")
+                    raise SourceLost(
+                        f"{name} was given the weights, and samples from version {taken}"
+                    )
                 except (SourceLost, OSError) as error:
                     await attempts.after(error)
                     self._repeated.retries += 1
@@ -261,7 +308,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                 self._admit(self._limit)
 
     async def _take(self, step: int, count: int) -> list[list[Sample]]:
-        """Wait for the next groups; if the source loses its weights meanwhile, publish them again."""
+        """Wait for the next groups; if the source loses its weights meanwhile, publish them
+        again.
+        """
         wanted = range(self.tasks, self.tasks + count)
         await self._publish(step, only_if_lost=True)
         self._admit(max(self._limit, wanted.stop))
@@ -276,21 +325,35 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             for each in under_way:
                 each.cancel()
             await asyncio.gather(groups, *under_way, return_exceptions=True)
-            for task in wanted:  # what failed, or was cancelled just now, is sampled anew when it is taken again
-                if (group := self._groups[task]).cancelled() or (group.done() and group.exception()):
+            # what failed, or was cancelled just now, is sampled anew when it is taken again
+            for task in wanted:
+                if (group := self._groups[task]).cancelled() or (
+                    group.done() and group.exception()
+                ):
                     del self._groups[task]
-        age = max((step - span.version for group in taken for sample in group for span in sample.spans), default=0)
+        age = max(
+            (step - span.version for group in taken for sample in group for span in sample.spans),
+            default=0,
+        )
         if age > self.max_staleness and not self.source.stored:
-            raise AssertionError(f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}")
-        if [group[0].task for group in taken] != list(wanted) or not len(self.ends) - 1 <= step <= len(self.ends):
-            raise AssertionError(f"scheduler: step {step}, on {wanted}, would come after step {len(self.ends) - 1}")
+            raise AssertionError(
+                f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}"
+            )
+        if [group[0].task for group in taken] != list(wanted) or not len(
+            self.ends
+        ) - 1 <= step <= len(self.ends):
+            raise AssertionError(
+                f"scheduler: step {step}, on {wanted}, would come after step {len(self.ends) - 1}"
+            )
         self.ends[step:] = [wanted.stop]
         for task in wanted:
             del self._groups[task]
         return taken
 
     async def _republish_if_lost(self, version: int) -> NoReturn:
-        """Only while groups are awaited: nothing trains then, so the weights are those of this version."""
+        """Only while groups are awaited: nothing trains then, so the weights are those of this
+        version.
+        """
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._lost)
@@ -313,7 +376,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         return group
 
     async def _scored(self, scored: Awaitable[None], task: int) -> None:
-        """Wait for a score, which may have no time-outs of its own, and say so where it takes long."""
+        """Wait for a score, which may have no time-outs of its own, and say so where it takes
+        long.
+        """
         scoring = asyncio.ensure_future(scored)
         began = time.monotonic()
         try:
@@ -332,13 +397,16 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
 
     async def _sample(self, task: int) -> list[Sample]:
         """The completions of a task, from weights that the trainer has published."""
-        request = Request(task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed)
+        request = Request(
+            task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed
+        )
         group: list[Sample] = await self._asked.sample(request)
         check_completions(group, request, type(self.source).__name__, conversations=True)
         return group
 
     async def _restored(self, failed: float) -> None:
-        """Wait until the source samples from the trainer's weights, seen later than a request has failed.
+        """Wait until the source samples from the trainer's weights, seen later than a request has
+        failed.
 
         `_republish_if_lost` gives it these.
         """
@@ -352,9 +420,16 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                     await self._changed.wait()
 
     async def _ready(self) -> dict[int, list[dict[str, Any]]]:
-        ended = {task: group for task, group in self._groups.items() if group.done() and not group.cancelled()}
+        ended = {
+            task: group
+            for task, group in self._groups.items()
+            if group.done() and not group.cancelled()
+        }
         done = {task: group.result() for task, group in ended.items() if not group.exception()}
-        return {task: [to_record(sample) for sample in group] for task, group in {**self._stored, **done}.items()}
+        return {
+            task: [to_record(sample) for sample in group]
+            for task, group in {**self._stored, **done}.items()
+        }
 
     async def _close(self) -> None:
         for group in self._groups.values():

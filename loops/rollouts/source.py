@@ -1,4 +1,6 @@
-"""The contract of every source of completions: the trainer's own module, a server, or stored completions."""
+"""The contract of every source of completions: the trainer's own module, a server, or stored
+completions.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -11,15 +13,21 @@ NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class SourceError(RuntimeError):
-    """The source can't complete the request, now or later; the message says what is wrong and how to fix it."""
+    """The source can't complete the request, now or later; the message says what is wrong and how
+    to fix it.
+    """
 
 
 class SourceLost(SourceError):
-    """The source is gone, or has lost its weights: query its `version`, publish, and repeat the same requests."""
+    """The source is gone, or has lost its weights: query its `version`, publish, and repeat the
+    same requests.
+    """
 
 
 class SourceBusy(SourceLost):
-    """The source refuses for now, and has kept its weights: repeat the same request after a while."""
+    """The source refuses for now, and has kept its weights: repeat the same request after a
+    while.
+    """
 
 
 def refuse_closed(closed: bool, who: str) -> None:
@@ -39,7 +47,8 @@ def check_completions(
 
     Args:
         vocab: exclusive upper limit of token ids, if it is known.
-        conversations: they may be longer than was requested, and have another prompt, all of them the same.
+        conversations: they may be longer than was requested, and have another prompt, all of them
+            the same.
 
     Raises:
         SourceError: says what was requested.
@@ -47,7 +56,9 @@ def check_completions(
     who = f"{who}: task {request.task}"
     received = [(sample.task, sample.index) for sample in samples]
     if received != [(request.task, index) for index in request.indices]:
-        raise SourceError(f"{who}: asked for its completions {list(request.indices)}, got {received}")
+        raise SourceError(
+            f"{who}: asked for its completions {list(request.indices)}, got {received}"
+        )
     for sample in samples:
         try:
             check_sample(sample, vocab=vocab)
@@ -55,9 +66,13 @@ def check_completions(
             raise SourceError(f"{who}: {error}") from error
         if list(sample.prompt) != list(samples[0].prompt if conversations else request.prompt):
             wanted = "those it is compared with" if conversations else "the one asked for"
-            raise SourceError(f"{who}: completion {sample.index} is of another prompt than {wanted}")
+            raise SourceError(
+                f"{who}: completion {sample.index} is of another prompt than {wanted}"
+            )
         if not conversations and (length := len(sample.tokens)) > request.sampling.max_tokens:
-            raise SourceError(f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}")
+            raise SourceError(
+                f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}"
+            )
 
 
 def check_weights(weights: NamedWeights, model: nn.Module, who: str) -> NamedWeights:
@@ -83,34 +98,42 @@ def check_weights(weights: NamedWeights, model: nn.Module, who: str) -> NamedWei
 class RolloutSource(Protocol):
     """Tokens in, tokens out.
 
-    A sample holds the drawn tokens, and their log-probs under the distribution that they were drawn from. Its seed is a
-    hash of (key, task, index, turn), so that the same request under the same weights gives the same tokens, whatever
-    other requests are pending. ``tests/support/conformance.py`` is this contract as tests.
+    A sample holds the drawn tokens, and their log-probs under the distribution that they were drawn
+    from. Its seed is a hash of (key, task, index, turn), so that the same request under the same
+    weights gives the same tokens, whatever other requests are pending.
+    ``tests/support/conformance.py`` is this contract as tests.
 
-    `SourceLost` and ``OSError`` are worth retrying; any other error ends the run. The scheduler asks again for the
-    completions that are missing, `SourceBusy` without looking after the weights.
+    `SourceLost` and ``OSError`` are worth retrying; any other error ends the run. The scheduler
+    asks again for the completions that are missing, `SourceBusy` without looking after the weights.
 
     Attributes:
         overlaps: true if the trainer may train while completions are being sampled.
-        stored: true if the completions come from another run, whose versions are unrelated to this one's.
-        separate: optional; true if each completion of a request is a request of its own to what samples it. The
-            scheduler then asks for each by itself, so that one that fails is repeated at once, and none is kept waiting
-            by another.
+        stored: true if the completions come from another run, whose versions are unrelated to this
+            one's.
+        separate: optional; true if each completion of a request is a request of its own to what
+            samples it. The scheduler then asks for each by itself, so that one that fails is
+            repeated at once, and none is kept waiting by another.
     """
 
     overlaps: bool
     stored: bool
 
     async def sample(self, request: Request) -> list[Sample]:
-        """Complete a prompt, in the order of ``request.indices``. Requests may run at the same time."""
+        """Complete a prompt, in the order of ``request.indices``. Requests may run at the same
+        time.
+        """
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        """Draw from these weights from now on. Pending requests continue; their spans say where weights changed.
+        """Draw from these weights from now on. Pending requests continue; their spans say where
+        weights changed.
 
-        ``weights`` are the parameters by the names that transformers gives them, adapters merged; it is read once.
+        ``weights`` are the parameters by the names that transformers gives them, adapters merged;
+        it is read once.
         """
 
     async def version(self) -> int | None:
-        """The version of the weights that the source draws from; None where it is unknown, as after a restart."""
+        """The version of the weights that the source draws from; None where it is unknown, as after
+        a restart.
+        """
 
     async def close(self) -> None: ...

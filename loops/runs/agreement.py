@@ -1,11 +1,13 @@
-"""Check, before anything is trained, that the ranks of a run agree on its settings, packages and models.
+"""Check, before anything is trained, that the ranks of a run agree on its settings, packages and
+models.
 
-Ranks that differ would train on: a shard would be moved at another learning rate, or one rank would wait in a
-collective that the others never enter. They come about by a file that is stale on one machine, another checkout, a
-variable of the environment, or a launcher that quotes badly.
+Ranks that differ would train on: a shard would be moved at another learning rate, or one rank would
+wait in a collective that the others never enter. They come about by a file that is stale on one
+machine, another checkout, a variable of the environment, or a launcher that quotes badly.
 
-What may differ: paths of data, as the rows themselves are compared; paths of models and of files, as their content is
-compared; what only the main process uses for display; and the number of processes that tokenize.
+What may differ: paths of data, as the rows themselves are compared; paths of models and of files,
+as their content is compared; what only the main process uses for display; and the number of
+processes that tokenize.
 """
 
 import hashlib
@@ -42,7 +44,8 @@ def check_agreement(config: Common, accelerator: Accelerator) -> None:
     """Compare the settings, packages and models of all ranks. Every rank calls it.
 
     Raises:
-        ValueError: on every rank, names the first setting, package or file that differs, the ranks, and both values.
+        ValueError: on every rank, names the first setting, package or file that differs, the ranks,
+            and both values.
     """
     if accelerator.num_processes == 1:
         return
@@ -62,9 +65,13 @@ def difference(of_ranks: list[Text]) -> str:
     """The message about the first entry that differs from that of rank 0."""
     first = of_ranks[0]
     names = list(dict.fromkeys(name for texts in of_ranks for name in texts))
-    name = next(name for name in names if any(texts.get(name) != first.get(name) for texts in of_ranks))
+    name = next(
+        name for name in names if any(texts.get(name) != first.get(name) for texts in of_ranks)
+    )
     other = [rank for rank, texts in enumerate(of_ranks) if texts.get(name) != first.get(name)]
-    named = ", ".join(map(str, other[:_NAMED])) + (f" and {len(other) - _NAMED} more" if len(other) > _NAMED else "")
+    named = ", ".join(map(str, other[:_NAMED])) + (
+        f" and {len(other) - _NAMED} more" if len(other) > _NAMED else ""
+    )
     who = f"rank {named} has" if len(other) == 1 else f"ranks {named} have"
     here, there = first.get(name, "nothing"), of_ranks[other[0]].get(name, "nothing")
     return (
@@ -74,7 +81,9 @@ def difference(of_ranks: list[Text]) -> str:
 
 
 def packages() -> Text:
-    """The versions of Python and of the packages that compute, and of burnish a digest of its files too."""
+    """The versions of Python and of the packages that compute, and of burnish a digest of its files
+    too.
+    """
     named = {name: f"version {version(name)}" for name in _PACKAGES}
     return {"burnish": _own_version(), "python": f"version {platform.python_version()}", **named}
 
@@ -102,9 +111,16 @@ def settings(config: Common) -> Text:
             value = os.path.abspath(value)
         if isinstance(value, str) and Path(value).is_file():
             texts[name] = f"a file with digest {file_digest(Path(value))[:12]}"
-        elif isinstance(value, str) and name.endswith(("model", "tokenizer", "lora.path")) and Path(value).is_dir():
+        elif (
+            isinstance(value, str)
+            and name.endswith(("model", "tokenizer", "lora.path"))
+            and Path(value).is_dir()
+        ):
             texts[name] = "a directory"
-            texts |= {f"{name}: {file}": f"digest {digest[:12]}" for file, digest in model_files(Path(value)).items()}
+            texts |= {
+                f"{name}: {file}": f"digest {digest[:12]}"
+                for file, digest in model_files(Path(value)).items()
+            }
         else:
             texts[name] = _text(name, value)
     return texts
@@ -112,7 +128,11 @@ def settings(config: Common) -> Text:
 
 def _flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings and entries of mappings, by name."""
-    entries = {each.name: getattr(group, each.name) for each in fields(group)} if is_dataclass(group) else dict(group)
+    entries = (
+        {each.name: getattr(group, each.name) for each in fields(group)}
+        if is_dataclass(group)
+        else dict(group)
+    )
     for key, value in entries.items():
         name = f"{prefix}{key}"
         of_settings = is_dataclass(value) and not isinstance(value, type)
@@ -128,7 +148,9 @@ def _kind_of_data(value: Any) -> Any:
 
 
 def _text(name: str, value: Any) -> str:
-    """A value for a comparison, and for a message, in which nothing is shown that may be a secret."""
+    """A value for a comparison, and for a message, in which nothing is shown that may be a
+    secret.
+    """
     if isinstance(value, nn.Module):
         return f"a {type(value).__name__} with weights {weights_sample(value)[:12]}"
     if callable(value):
@@ -136,7 +158,8 @@ def _text(name: str, value: Any) -> str:
         return f"{named.__module__}:{named.__qualname__}"
     if not isinstance(value, bool | int | float | str | list | tuple | Mapping | None):
         return type(value).__name__
-    if isinstance(value, str) and ("." in name or "@" in value):  # entries of vllm.environment, a URL with a password
+    # entries of vllm.environment, a URL with a password
+    if isinstance(value, str) and ("." in name or "@" in value):
         return f"a text with digest {hashlib.sha256(value.encode()).hexdigest()[:8]}"
     return repr(value)
 
@@ -148,7 +171,9 @@ def model_files(directory: Path) -> Text:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file; of one that is large its size and some of its blocks, which two finetunes don't share."""
+    """SHA-256 of a file; of one that is large its size and some of its blocks, which two finetunes
+    don't share.
+    """
     size = path.stat().st_size
     sha256 = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

@@ -1,8 +1,9 @@
-"""The model card of a trained model: ``README.md`` beside its weights, with the header that the Hub reads.
+"""The model card of a trained model: ``README.md`` beside its weights, with the header that the Hub
+reads.
 
-All of it is known by the run: the base model and its license, the data with their account, the losses with their
-papers, the command, the versions and what was measured on held-out data. No network is asked. Directories of the
-machine are left out, as cards are published.
+All of it is known by the run: the base model and its license, the data with their account, the
+losses with their papers, the command, the versions and what was measured on held-out data. No
+network is asked. Directories of the machine are left out, as cards are published.
 """
 
 import inspect
@@ -30,12 +31,14 @@ _TASKS = {
     "ForTokenClassification": "token-classification",
 }
 _LICENSE = ("license", "license_name", "license_link")
-_DIRECTORY = re.compile(r"(?<![\w:./~])~?/(?:[^/\s'\"=,:]+/)*")  # that leads to a file, without the file itself
+# that leads to a file, without the file itself
+_DIRECTORY = re.compile(r"(?<![\w:./~])~?/(?:[^/\s'\"=,:]+/)*")
 _LONGEST = 2000  # characters of a command
 
 
 def write_cards(training: Any, entry: Mapping[str, Any]) -> None:
-    """Write the cards of the trained model, and of its adapter if there is one; the main process calls it.
+    """Write the cards of the trained model, and of its adapter if there is one; the main process
+    calls it.
 
     Args:
         training: the `Training`, whose model and curves are written.
@@ -100,7 +103,8 @@ def header_of(entry: Mapping[str, Any], *, adapter: bool) -> ModelCardData:
 def base_metadata(model: Mapping[str, Any]) -> dict[str, Any]:
     """Name and license of the base model, as far as they are known here.
 
-    A model of the Hub has its name, and its license if its card was downloaded. A directory has what its own card says.
+    A model of the Hub has its name, and its license if its card was downloaded. A directory has
+    what its own card says.
     """
     name = model["name"] or ""
     if Path(name).is_dir():
@@ -134,7 +138,9 @@ def _introduction(training: Any, entry: Mapping[str, Any], *, adapter: bool) -> 
     ]
     config = training.context.config
     if config.load_best_model_at_end and training.best is not None:
-        lines.append(f"The weights are those of step {training.best:,}, the best by `{config.keep_best}`.")
+        lines.append(
+            f"The weights are those of step {training.best:,}, the best by `{config.keep_best}`."
+        )
     return "\n".join(lines)
 
 
@@ -142,14 +148,26 @@ def _data(training: Any, entry: Mapping[str, Any]) -> Iterator[str]:
     """A table of the parts of the data, and what was left out of them."""
     stream = training.context.stream
     trained = entry["data"] if stream is None else parts_of(stream.accounting, ())
-    parts = [*(("training", part) for part in trained), *(("held out", part) for part in entry["eval_data"])]
+    parts = [
+        *(("training", part) for part in trained),
+        *(("held out", part) for part in entry["eval_data"]),
+    ]
     rows = []
     for use, part in parts:
         numbers = [f"{part[name]:,}" for name in ("read", "kept", "tokens", "trained_tokens")]
         revision = part.get("revision") or ""
         digest = (part.get("sha256") or "")[:16]
         rows.append([use, _cell(_public(part["source"])), *numbers, revision, digest])
-    header = ["use", "source", "rows read", "kept", "tokens", "of them trained", "revision", "SHA-256 of the rows"]
+    header = [
+        "use",
+        "source",
+        "rows read",
+        "kept",
+        "tokens",
+        "of them trained",
+        "revision",
+        "SHA-256 of the rows",
+    ]
     yield _table(header, rows)
     for use, part in parts:
         skipped = [f"{count:,} {kind}" for kind, count in part["skipped"].items()]
@@ -158,17 +176,25 @@ def _data(training: Any, entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _loss_lines(losses: Mapping[str, Term]) -> Iterator[str]:
-    """A line for each loss that is trained on: coefficient, hyper-parameters, what it is, and its paper."""
+    """A line for each loss that is trained on: coefficient, hyper-parameters, what it is, and its
+    paper.
+    """
     for name, term in losses.items():
         if not term.coefficient:
             continue
         function = getattr(term.function, "func", term.function)
         values = {key: parameter.default for key, parameter in hyper_parameters(function).items()}
         values |= getattr(term.function, "keywords", {})
-        numbers = [f"{key}={value}" for key, value in values.items() if isinstance(value, int | float | str)]
+        numbers = [
+            f"{key}={value}"
+            for key, value in values.items()
+            if isinstance(value, int | float | str)
+        ]
         of = f" ({', '.join(numbers)})" if numbers else ""
         documented = inspect.getdoc(function) or ""
-        line = f"- `{name}`, coefficient {term.coefficient:g}{of}: {documented.partition(chr(10))[0]}".rstrip(": ")
+        line = f"- `{name}`, coefficient {term.coefficient:g}{of}: {documented.partition(chr(10))[0]}".rstrip(
+            ": "
+        )
         paper = paper_of(documented)
         yield f"{line} {paper}" if paper else line
 
@@ -216,7 +242,11 @@ def _making(entry: Mapping[str, Any]) -> Iterator[str]:
     devices = [rank["device"] for rank in entry["ranks"]]
     counted = [f"{devices.count(device)} x {device}" for device in dict.fromkeys(devices)]
     yield f"Ranks: {', '.join(counted)}. Seed: {entry['seed']}. All of it is in `{FILE}` of the run."
-    versions = [[name, version] for name, version in entry["versions"].items() if version and name != "platform"]
+    versions = [
+        [name, version]
+        for name, version in entry["versions"].items()
+        if version and name != "platform"
+    ]
     yield _table(["package", "version"], versions)
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints: everything that training needs to continue after a step, on any number of ranks, sharded or not.
+"""Checkpoints: everything that training needs to continue after a step, on any number of ranks,
+sharded or not.
 
     checkpoints/step-00000120/
         shard-0.safetensors   rank 0's part of the trained parameters, buffers and optimizer state, by name
@@ -38,12 +39,14 @@ from .state import capture, dump, random_state, restore, set_random_state, train
 from .storage import DirectoryWriter, damage, remove, remove_partial, sync, write
 
 log = logging.getLogger(__name__)
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves and loads without a group
+# a single process saves and loads without a group
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 
 FORMAT = 1  # of state.pt; a later one is refused, one without a number is of the first versions
 _FULL = "the disk is full"
-# Errors of the system, or what safetensors and torch say in their place, with their cause and remedy.
+# Errors of the system, or what safetensors and torch say in their place, with their cause and
+# remedy.
 _REMEDIES: tuple[tuple[set[int], tuple[str, ...], str, str], ...] = (
     (
         {errno.ENOSPC, errno.EDQUOT},
@@ -73,15 +76,19 @@ _REMEDIES: tuple[tuple[set[int], tuple[str, ...], str, str], ...] = (
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint, or another file of a run, could not be written, or no checkpoint could be read."""
+    """A checkpoint, or another file of a run, could not be written, or no checkpoint could be
+    read.
+    """
 
 
 @contextmanager
 def writing(what: str, directory: Path) -> Iterator[None]:
-    """Write to the disk; on failure, the message names the checkpoint under ``directory`` to resume from.
+    """Write to the disk; on failure, the message names the checkpoint under ``directory`` to resume
+    from.
 
     Raises:
-        CheckpointError: if any rank could not write, or was lost; the checkpoints that were there stay as they were.
+        CheckpointError: if any rank could not write, or was lost; the checkpoints that were there
+            stay as they were.
     """
     try:
         yield
@@ -106,15 +113,22 @@ def remedy_of(cause: BaseException) -> tuple[str, str] | None:
 
 
 def _explained(cause: BaseException, directory: Path) -> tuple[str, str]:
-    """Why something could not be written, and what to do before the run is started again, as parts of a sentence."""
+    """Why something could not be written, and what to do before the run is started again, as parts
+    of a sentence.
+    """
     text = str(cause)
     if known := remedy_of(cause):
         reason, remedy = known
         if reason == _FULL:
-            free = shutil.disk_usage(next(path for path in directory.parents if path.exists())).free / 2**20
+            free = (
+                shutil.disk_usage(next(path for path in directory.parents if path.exists())).free
+                / 2**20
+            )
             reason = f"{reason} ({free:.0f} MiB free)"
         return f": {reason}", f"{remedy} and "
-    if isinstance(cause, dist.DistError) or any(sign in text for sign in ("gloo", "Connection closed")):
+    if isinstance(cause, dist.DistError) or any(
+        sign in text for sign in ("gloo", "Connection closed")
+    ):
         return ": another rank ended", ""
     if isinstance(cause, FileNotFoundError):
         return ": it was removed, or is on no file system that all ranks share", ""
@@ -160,7 +174,8 @@ def save(
     end_tokens: Sequence[int] = (),
     thread: ThreadPoolExecutor | None = None,
 ) -> Any:
-    """Write the checkpoint of ``step`` under ``directory``, and drop older ones. Every rank calls it.
+    """Write the checkpoint of ``step`` under ``directory``, and drop older ones. Every rank calls
+    it.
 
     Args:
         parts: everything else with a state: optimizer, schedule, and the recipe's own state.
@@ -185,7 +200,8 @@ def save(
     final, group = path_of(directory, step), gloo_group("checkpoint")
 
     def drop_older() -> None:
-        up_to_this = [path for path in _all(directory) if path <= final]  # later ones were found damaged
+        # later ones were found damaged
+        up_to_this = [path for path in _all(directory) if path <= final]
         for old in up_to_this[keep:]:
             if best is None or old != path_of(directory, best):
                 remove(old)
@@ -205,9 +221,11 @@ def save(
 
 
 class Saver:
-    """Saves checkpoints one at a time, as `save` does; in a thread, from copies in host memory, if ``background``.
+    """Saves checkpoints one at a time, as `save` does; in a thread, from copies in host memory, if
+    ``background``.
 
-    Every rank has one, and calls it at the same steps. What the last one could not write is raised by the next call.
+    Every rank has one, and calls it at the same steps. What the last one could not write is raised
+    by the next call.
     """
 
     def __init__(self, *, background: bool) -> None:
@@ -216,8 +234,14 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """True if this rank failed to write the last checkpoint: all ranks should `wait`, which raises the reason."""
-        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+        """True if this rank failed to write the last checkpoint: all ranks should `wait`, which
+        raises the reason.
+        """
+        return (
+            self._pending is not None
+            and self._pending.done()
+            and self._pending.exception() is not None
+        )
 
     def save(self, directory: Path, step: int, **options: Any) -> None:
         """Wait for the previous checkpoint, then begin this one; see `save`."""
@@ -237,14 +261,21 @@ class Saver:
 
 
 def load_newest(
-    directory: Path, *, accelerator: Accelerator, policy: nn.Module, parts: Mapping[str, Stateful], data: str = ""
+    directory: Path,
+    *,
+    accelerator: Accelerator,
+    policy: nn.Module,
+    parts: Mapping[str, Stateful],
+    data: str = "",
 ) -> int:
-    """Restore the newest whole checkpoint and return its step, or 0. Damaged checkpoints are named in the log.
+    """Restore the newest whole checkpoint and return its step, or 0. Damaged checkpoints are named
+    in the log.
 
     Every rank calls it, verifies a share of the files, and reads only what it needs.
 
     Raises:
-        CheckpointError: if it belongs to other data, or to a model with other trained parameters, or can't be read.
+        CheckpointError: if it belongs to other data, or to a model with other trained parameters,
+            or can't be read.
     """
     path = _newest_whole(directory, accelerator)
     if path is None:
@@ -258,26 +289,35 @@ def load_newest(
     plain = accelerator.unwrap_model(policy)
     _restore(path, plain, parts, state)
     rank, split = accelerator.process_index, ranks_together(plain)
-    random_file = path / f"random-{rank // split * split}.pt"  # ranks that compute together draw the same
+    # ranks that compute together draw the same
+    random_file = path / f"random-{rank // split * split}.pt"
     if random_file.exists():
         set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
     else:
-        log.warning("checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators", path.name, rank)
+        log.warning(
+            "checkpoint %s was written by fewer ranks: rank %d keeps its fresh generators",
+            path.name,
+            rank,
+        )
     return int(state["step"])
 
 
-def load_weights(path: Path, policy: nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
-    """Give the policy the trained parameters and buffers of a whole checkpoint. All ranks of a run call it.
+def load_weights(
+    path: Path, policy: nn.Module, optimizer: Optimizer | None = None
+) -> dict[str, Any]:
+    """Give the policy the trained parameters and buffers of a whole checkpoint. All ranks of a run
+    call it.
 
     Args:
-        optimizer: one that averages the weights it trains, whose state is restored, too: its ``eval`` then gives the
-            weights to save.
+        optimizer: one that averages the weights it trains, whose state is restored, too: its
+            ``eval`` then gives the weights to save.
 
     Returns:
         What state.pt holds.
 
     Raises:
-        CheckpointError: if it is the checkpoint of a model with other trained parameters, or can't be read.
+        CheckpointError: if it is the checkpoint of a model with other trained parameters, or can't
+            be read.
     """
     parts: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer}
     state = _read_state(path, ("step", *parts))
@@ -285,14 +325,20 @@ def load_weights(path: Path, policy: nn.Module, optimizer: Optimizer | None = No
     return state
 
 
-def _restore(path: Path, policy: nn.Module, parts: Mapping[str, Stateful], state: Mapping[str, Any]) -> None:
-    """Fill the policy, and these parts, from a checkpoint whose state.pt was read. Every rank calls it."""
+def _restore(
+    path: Path, policy: nn.Module, parts: Mapping[str, Stateful], state: Mapping[str, Any]
+) -> None:
+    """Fill the policy, and these parts, from a checkpoint whose state.pt was read. Every rank calls
+    it.
+    """
     reader = HuggingFaceStorageReader(str(path))
     saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     _check(trained_state(policy), saved)
     tensors = restore(policy, parts, state, saved)
     try:
-        state_dict_loader.load(tensors, storage_reader=reader, process_group=gloo_group("checkpoint"))
+        state_dict_loader.load(
+            tensors, storage_reader=reader, process_group=gloo_group("checkpoint")
+        )
     except CheckpointException as error:
         cause, by = _cause(error)
         raise CheckpointError(
@@ -315,9 +361,13 @@ def _read_state(path: Path, needed: Sequence[str]) -> dict[str, Any]:
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise CheckpointError(f"{path.name}: state.pt is no state of a run ({reason}); {another}") from error
+        raise CheckpointError(
+            f"{path.name}: state.pt is no state of a run ({reason}); {another}"
+        ) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path.name}: state.pt is no state of a run but a {type(state).__name__}; {another}")
+        raise CheckpointError(
+            f"{path.name}: state.pt is no state of a run but a {type(state).__name__}; {another}"
+        )
     written = state.get("format", FORMAT)
     if written != FORMAT:
         raise CheckpointError(
@@ -325,7 +375,9 @@ def _read_state(path: Path, needed: Sequence[str]) -> dict[str, Any]:
             f"install that version, or {another}"
         )
     if missing := [name for name in needed if name not in state]:
-        raise CheckpointError(f"{path.name}: state.pt is no state of this run, it has no {missing[0]}; {another}")
+        raise CheckpointError(
+            f"{path.name}: state.pt is no state of this run, it has no {missing[0]}; {another}"
+        )
     return state
 
 
@@ -341,7 +393,9 @@ def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
 
 
 def damage_on_ranks(path: Path, accelerator: Accelerator) -> str | None:
-    """Describe what is wrong with a checkpoint; None if nothing is. Every rank verifies an equal share of its files."""
+    """Describe what is wrong with a checkpoint; None if nothing is. Every rank verifies an equal
+    share of its files.
+    """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     problems: list[str | None] = [damage(path, slice(rank, None, ranks))]
     if ranks > 1:
@@ -351,12 +405,18 @@ def damage_on_ranks(path: Path, accelerator: Accelerator) -> str | None:
 
 
 def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    before = {path.removeprefix("model/"): tuple(saved[path].size) for path in saved if path.startswith("model/")}
+    before = {
+        path.removeprefix("model/"): tuple(saved[path].size)
+        for path in saved
+        if path.startswith("model/")
+    }
     now = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     for name in sorted(before.keys() | now.keys()):
         held, wanted = before.get(name, "nothing"), now.get(name, "nothing")
         if held != wanted:
-            raise CheckpointError(f"checkpoint: holds {name!r} as {held}, this model trains it as {wanted}")
+            raise CheckpointError(
+                f"checkpoint: holds {name!r} as {held}, this model trains it as {wanted}"
+            )
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -369,5 +429,9 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def _all(directory: Path) -> list[Path]:
-    """Every checkpoint, newest first; not a copy under another name that someone keeps beside them."""
-    return sorted((path for path in directory.glob("step-*") if path.name[5:].isdecimal()), reverse=True)
+    """Every checkpoint, newest first; not a copy under another name that someone keeps beside
+    them.
+    """
+    return sorted(
+        (path for path in directory.glob("step-*") if path.name[5:].isdecimal()), reverse=True
+    )

@@ -26,7 +26,17 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import Accounting, Batches, Records, Stream, StreamBatches, Tokenization, load_data, token_cost, where
+from ...data import (
+    Accounting,
+    Batches,
+    Records,
+    Stream,
+    StreamBatches,
+    Tokenization,
+    load_data,
+    token_cost,
+    where,
+)
 from ..config import Common
 from ..models.backbone import Backbone, evaluating
 from ..models.end_tokens import add_end_tokens
@@ -53,7 +63,8 @@ TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 log = logging.getLogger(__name__)
 
 _NAMED = 4  # rows in a message
-_ENCODED = {"prompt", "completions", "trained", "row", "_row"}  # columns of ours, which no user named
+# columns of ours, which no user named
+_ENCODED = {"prompt", "completions", "trained", "row", "_row"}
 
 
 @dataclass
@@ -65,7 +76,8 @@ class RunContext(Generic[Model]):
         model: the policy, or the scorer, that is trained.
         data: encoded examples; in online recipes, prompts.
         records, eval_records: the parts of the data that the examples were made from.
-        stream: the source of every step's examples, if the data are streamed; ``data`` holds those of the first step.
+        stream: the source of every step's examples, if the data are streamed; ``data`` holds those
+            of the first step.
         description: the configuration as it was opened, in YAML; see `to_yaml`.
         accounting, eval_accounting: of the data, and of the held-out data if there are any.
         encode: makes examples of further records, as ``data`` was made.
@@ -90,7 +102,9 @@ class RunContext(Generic[Model]):
     @property
     def directory(self) -> Path:
         if self.config.output is None:
-            raise ValueError("output: this run keeps files in its directory, and has none; name one")
+            raise ValueError(
+                "output: this run keeps files in its directory, and has none; name one"
+            )
         return Path(self.config.output)
 
     def file(self, name: str) -> Path | None:
@@ -98,42 +112,66 @@ class RunContext(Generic[Model]):
         return None if self.config.output is None else self.directory / name
 
     def name_rows(self, step: int, examples: Sequence[int]) -> str:
-        """Name, for a message, the first few rows that these examples of the data of a step were made of."""
+        """Name, for a message, the first few rows that these examples of the data of a step were
+        made of.
+        """
         data, records = self.data, self.records
         if self.stream is not None:
             data, records = self.stream.open(step), self.stream.records(step)
-        known = [name for name in ("_row", "row") if name in data.column_names]  # unless the caller has encoded them
+        # unless the caller has encoded them
+        known = [name for name in ("_row", "row") if name in data.column_names]
         rows = list(dict.fromkeys(data[list(examples)][known[0]] if known else examples))
-        named = ", ".join(where(records, row) if known else f"example {row + 1}" for row in rows[:_NAMED])
+        named = ", ".join(
+            where(records, row) if known else f"example {row + 1}" for row in rows[:_NAMED]
+        )
         return named if len(rows) <= _NAMED else f"{named} and {len(rows) - _NAMED} more"
 
     def end_with(self, tokens: Collection[int]) -> None:
-        """Have the model end its completions with these tokens too, and say so. Every rank calls it."""
+        """Have the model end its completions with these tokens too, and say so. Every rank calls
+        it.
+        """
         if line := add_end_tokens(self.model.plain, tokens, self.tokenizer):
             self.accelerator.print(line)
 
     def feed(
-        self, data: Dataset, *, whole: bool = False, per_token: Sequence[TokenColumns] = (), **options: Any
+        self,
+        data: Dataset,
+        *,
+        whole: bool = False,
+        per_token: Sequence[TokenColumns] = (),
+        **options: Any,
     ) -> Feed:
         """Training batches of ``data``, or the ``whole`` of it as one step.
 
         Args:
-            per_token: each ``columns(data)`` gives columns that are computed before training, by name.
+            per_token: each ``columns(data)`` gives columns that are computed before training, by
+                name.
             options: further arguments of `Feed`.
         """
         config, accelerator = self.config, self.accelerator
         together = config.parallel.ranks_per_batch
         rank, ranks = accelerator.process_index // together, accelerator.num_processes // together
-        if lacking := [name for name in options.get("columns", ()) if name not in data.column_names]:
+        if lacking := [
+            name for name in options.get("columns", ()) if name not in data.column_names
+        ]:
             numbers = [name for name in data.column_names if name not in _ENCODED]
             there = f"there are {', '.join(numbers)}" if numbers else "there are none"
-            raise ValueError(f"data: no column {lacking[0]!r}, which a loss reads; of columns of numbers, {there}")
+            raise ValueError(
+                f"data: no column {lacking[0]!r}, which a loss reads; of columns of numbers, {there}"
+            )
         steps = 1 if whole else config.steps
-        computed = {name: tensors for columns in per_token for name, tensors in columns(data).items()}
+        computed = {
+            name: tensors for columns in per_token for name, tensors in columns(data).items()
+        }
         if self.stream is not None and data is self.data:
             if computed:
-                raise ValueError(f"streaming: {', '.join(computed)} can't be computed of all data before training")
-            plan = {"micro_tokens": config.micro_tokens, "shared_prompt": self.model.layout == "shared"}
+                raise ValueError(
+                    f"streaming: {', '.join(computed)} can't be computed of all data before training"
+                )
+            plan = {
+                "micro_tokens": config.micro_tokens,
+                "shared_prompt": self.model.layout == "shared",
+            }
             streamed = StreamBatches(self.stream, steps=steps, ranks=ranks, **plan)
             return Feed(self.stream, streamed, rank, accelerator.device, **options)
         batches = Batches(
@@ -149,12 +187,17 @@ class RunContext(Generic[Model]):
         return Feed(data, batches, rank, accelerator.device, per_token=computed, **options)
 
     def held_out(self, rows: Any, **options: Any) -> Feed:
-        """Further rows, encoded as ``data`` was, as one step; every rank calls it with the same rows.
+        """Further rows, encoded as ``data`` was, as one step; every rank calls it with the same
+        rows.
 
         Raises:
-            ValueError: if the reference's log-probs were computed before training, when it was the policy.
+            ValueError: if the reference's log-probs were computed before training, when it was the
+                policy.
         """
-        if getattr(self.config, "reference", None) == "precompute" and self.config.ref_model is None:
+        if (
+            getattr(self.config, "reference", None) == "precompute"
+            and self.config.ref_model is None
+        ):
             raise ValueError(
                 "evaluate: the reference was the policy before training, of which only the log-probs of data and "
                 "eval_data are left; pass these rows as eval_data, or set reference to copy"
@@ -167,15 +210,17 @@ class RunContext(Generic[Model]):
     def reference(
         self, kind: str, *, needed: bool = True, temperature: float = 1.0
     ) -> tuple[Reference | None, TokenColumns]:
-        """The reference: the policy before the first step, or ``config.ref_model``; and columns of its precomputed
-        log-probs.
+        """The reference: the policy before the first step, or ``config.ref_model``; and columns of
+        its precomputed log-probs.
 
         Args:
-            kind: as the setting `Referenced.reference` says; auto is a copy of the adapters alone if they don't start
-                at zero. The copy of a policy in shards is read from ``config.model``, in the same precision: bfloat16
-                weights would give other log-probs than the policy starts with.
+            kind: as the setting `Referenced.reference` says; auto is a copy of the adapters alone
+                if they don't start at zero. The copy of a policy in shards is read from
+                ``config.model``, in the same precision: bfloat16 weights would give other log-probs
+                than the policy starts with.
             needed: whether any loss takes a reference; none is made otherwise.
-            temperature: softmax temperature of the policy that it is compared with, unless it is precomputed.
+            temperature: softmax temperature of the policy that it is compared with, unless it is
+                precomputed.
 
         Raises:
             ValueError: if it is to follow the policy and can't.
@@ -194,9 +239,13 @@ class RunContext(Generic[Model]):
 
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
                 path = self.directory / f"reference-{data._fingerprint}.safetensors"
-                with evaluating(policy.model):  # without the dropout of adapters that are trained further
-                    reuse = config.resume and path.with_name("config.yaml").exists()  # with which this was compared
-                    tensors, _ = stored_tokens(path, self.feed(data, whole=True), current, self.accelerator, reuse)
+                # without the dropout of adapters that are trained further
+                with evaluating(policy.model):
+                    # with which this was compared
+                    reuse = config.resume and path.with_name("config.yaml").exists()
+                    tensors, _ = stored_tokens(
+                        path, self.feed(data, whole=True), current, self.accelerator, reuse
+                    )
                 return {"ref_logprob": tensors["logprob"]}
 
             return lambda batch: batch.columns["ref_logprob"], columns
@@ -214,12 +263,13 @@ class RunContext(Generic[Model]):
         memory: Any = None,
         **options: Any,
     ) -> Training:
-        """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is resumed.
+        """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is
+        resumed.
 
         Args:
             losses, read, save: see `Training`.
-            feed: unless given, that of the data, evaluated on all held-out data. It is closed with the run, or at once
-                if the run can't begin.
+            feed: unless given, that of the data, evaluated on all held-out data. It is closed with
+                the run, or at once if the run can't begin.
             memory: of `Feed`, for the feed of the data.
             options: further arguments of `RunContext.feed`.
 
@@ -244,7 +294,9 @@ class RunContext(Generic[Model]):
                 "pass --micro_tokens null and run one process"
             )
         if not any(loss.coefficient for loss in losses.values()):
-            raise ValueError("loss: every coefficient is 0, so nothing would be learned; give one above 0")
+            raise ValueError(
+                "loss: every coefficient is 0, so nothing would be learned; give one above 0"
+            )
 
     def _warn_of_schedule(self, feed: StepFeed) -> None:
         """Warn of evaluations that have no data, and of a warmup that never ends."""
@@ -260,7 +312,9 @@ class RunContext(Generic[Model]):
         if self.eval_data is not None:
             evaluation = self.feed(self.eval_data, whole=True, **options)
         of_rows = partial(self.held_out, **options)
-        return self.feed(self.data, **options, memory=memory, evaluation=evaluation, of_rows=of_rows)
+        return self.feed(
+            self.data, **options, memory=memory, evaluation=evaluation, of_rows=of_rows
+        )
 
 
 def open_run(
@@ -277,22 +331,27 @@ def open_run(
 
     Args:
         encode: ``encode(records, tokenizer, ..., **options)``, see `burnish.data`.
-        wrap: makes a `Policy` or a `Scorer` of the model; a policy by default. If there are ranks to shard it over,
-            ``wrap(model, mesh=..., param_dtype=...)``.
+        wrap: makes a `Policy` or a `Scorer` of the model; a policy by default. If there are ranks
+            to shard it over, ``wrap(model, mesh=..., param_dtype=...)``.
         records: training and held-out records, as `load_data` returns them.
         load_weights: loads the model; a causal language model by default.
         accelerator: the one of a run that is already open.
 
     Raises:
-        ValueError: as `open_accelerator` does, or if the data are streamed and no number of steps is configured.
+        ValueError: as `open_accelerator` does, or if the data are streamed and no number of steps
+            is configured.
     """
     accelerator = accelerator or open_accelerator(config)
-    description = "" if config.output is None else to_yaml(config)  # before training changes the model
-    config = replace(config, output=config.output and os.path.abspath(config.output))  # a reward may change to another
+    # before training changes the model
+    description = "" if config.output is None else to_yaml(config)
+    # a reward may change to another
+    config = replace(config, output=config.output and os.path.abspath(config.output))
     tokenizer = load_tokenizer(config)
 
     def encoded(parts: list[Records]) -> tuple[Dataset, Accounting]:
-        data, accounting = main_first(accelerator, lambda: encode(parts, tokenizer, tokenization(config), **options))
+        data, accounting = main_first(
+            accelerator, lambda: encode(parts, tokenizer, tokenization(config), **options)
+        )
         accelerator.print(hide(str(accounting)))
         return data, accounting
 
@@ -300,7 +359,9 @@ def open_run(
     if config.streaming:
         by_step = replace(tokenization(config), cached=False)
         encode_rows = partial(encode, tokenizer=tokenizer, options=by_step, **options)
-        order: dict[str, Any] = {name: getattr(config, name) for name in ("batch_size", "seed", "shuffle")}
+        order: dict[str, Any] = {
+            name: getattr(config, name) for name in ("batch_size", "seed", "shuffle")
+        }
         stream = Stream(resolved_data(config.data), encode_rows, **order)
     if records is None:
         sources = resolved_data(config.data), resolved_data(config.eval_data)
@@ -318,7 +379,18 @@ def open_run(
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
     param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
     wrapped = make(model, **({} if mesh is None else {"mesh": mesh, "param_dtype": param_dtype}))
-    run = RunContext(config, accelerator, tokenizer, wrapped, data, eval_data, *records, stream, description, encoded)
+    run = RunContext(
+        config,
+        accelerator,
+        tokenizer,
+        wrapped,
+        data,
+        eval_data,
+        *records,
+        stream,
+        description,
+        encoded,
+    )
     chosen = [] if config.eos_token is None else [tokenizer.eos_token_id]
     run.accounting = accounting
     run.eval_accounting = eval_accounting
@@ -337,8 +409,8 @@ def tokenization(config: Common) -> Tokenization:
 
 
 def open_accelerator(config: Common) -> Accelerator:
-    """The `Accelerator` of a run whose directory is free, or holds the same run to resume; ValueError otherwise, or if
-    settings contradict each other or what is installed."""
+    """The `Accelerator` of a run whose directory is free, or holds the same run to resume;
+    ValueError otherwise, or if settings contradict each other or what is installed."""
     config.refuse_contradictions()
     check_launcher()
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
@@ -365,12 +437,14 @@ def open_accelerator(config: Common) -> Accelerator:
     gloo_group("control")
     check_agreement(config, accelerator)  # before anything else may end, or wait, on one rank alone
     check_files(config)
-    # Its own: the shared one is changed by runs of another precision, and by the `TrainingArguments` of transformers.
+    # Its own: the shared one is changed by runs of another precision, and by the
+    # `TrainingArguments` of transformers.
     accelerator.state.__dict__ = dict(vars(accelerator.state))
     check_ranks(config, accelerator)
     if config.tf32 is not None:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    accelerator.gradient_state._set_sync_gradients(True)  # left by a run that failed between two micro-batches
+    # left by a run that failed between two micro-batches
+    accelerator.gradient_state._set_sync_gradients(True)
     set_seed(config.seed)
     from_main(accelerator, lambda: check_directory(config))
     return accelerator

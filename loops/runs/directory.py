@@ -1,4 +1,6 @@
-"""The run directory: one run, one writer, and a configuration that must not change when the run is resumed."""
+"""The run directory: one run, one writer, and a configuration that must not change when the run is
+resumed.
+"""
 
 import hashlib
 import logging
@@ -23,9 +25,21 @@ from .ranks import barrier, from_main
 
 log = logging.getLogger(__name__)
 
-# What may differ when a run is resumed: none of it changes the steps that were already taken. A checkpoint identifies
-# its data by content, not by path; and a step is the same, but for rounding, however its memory and ranks are used.
-_FREE = {"resume", "output", "data", "eval_data", "steps", "epochs", "eval_every", "report_to", "project", "run_name"}
+# What may differ when a run is resumed: none of it changes the steps that were already taken. A
+# checkpoint identifies its data by content, not by path; and a step is the same, but for rounding,
+# however its memory and ranks are used.
+_FREE = {
+    "resume",
+    "output",
+    "data",
+    "eval_data",
+    "steps",
+    "epochs",
+    "eval_every",
+    "report_to",
+    "project",
+    "run_name",
+}
 _FREE |= {
     "save_every",
     "save_minutes",
@@ -45,11 +59,12 @@ _CHECKSUM = b"# sha256 of the lines above: "
 
 @contextmanager
 def lock_directory(config: Common, description: str, accelerator: Accelerator) -> Iterator[None]:
-    """Write the described configuration, and hold the lock of the directory, if the run has one. The lock is released
-    with the process at the latest. Every rank calls it.
+    """Write the described configuration, and hold the lock of the directory, if the run has one.
+    The lock is released with the process at the latest. Every rank calls it.
 
     Raises:
-        ValueError: if another process trains in the directory, or has begun to since it was looked at.
+        ValueError: if another process trains in the directory, or has begun to since it was looked
+            at.
         MainProcessError: on the other ranks, with its message.
     """
 
@@ -97,7 +112,11 @@ def check_directory(config: Common) -> None:
             + "set it back, or name another output directory"
         )
     for key in now:
-        if key in ("steps", "epochs") and before.get(key) != now[key] and config.schedule != "constant":
+        if (
+            key in ("steps", "epochs")
+            and before.get(key) != now[key]
+            and config.schedule != "constant"
+        ):
             log.warning("resume: %s was %s, now it is %s: the learning rate continues as if it had always been so",
                         key, before.get(key), now[key])  # fmt: skip
 
@@ -112,10 +131,12 @@ def _ended_before_first_step(metrics: Path) -> bool:
 
 
 def _settings_before(path: Path, config: Common, now: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run was begun with, from its file, or from the spare one if that was damaged.
+    """The settings that a run was begun with, from its file, or from the spare one if that was
+    damaged.
 
-    A file that has not the checksum that it was written with was edited or damaged. If its spare one agrees with the
-    settings now, it does not matter which; if it agrees itself, as one does that was edited to, it is believed.
+    A file that has not the checksum that it was written with was edited or damaged. If its spare
+    one agrees with the settings now, it does not matter which; if it agrees itself, as one does
+    that was edited to, it is believed.
 
     Raises:
         ValueError: if neither of the files can be read.
@@ -124,14 +145,24 @@ def _settings_before(path: Path, config: Common, now: Mapping[str, Any]) -> dict
     spare, spare_intact = _read_settings(path.with_name(_SPARE), config)
     if written is not None and (intact or not spare_intact):
         if not intact and _has_checksum(path):
-            log.warning("resume: %s was edited or damaged since it was written; it is taken as it is", path)
+            log.warning(
+                "resume: %s was edited or damaged since it was written; it is taken as it is", path
+            )
         return written
     if spare is None or not spare_intact:
-        raise ValueError(f"resume: {path} is damaged; write the run's settings into it, or remove it to trust these")
+        raise ValueError(
+            f"resume: {path} is damaged; write the run's settings into it, or remove it to trust these"
+        )
     if written is not None and _difference(spare, now) and not _difference(written, now):
-        log.warning("resume: %s was edited since it was written, and the settings now are those in it", path)
+        log.warning(
+            "resume: %s was edited since it was written, and the settings now are those in it", path
+        )
         return written
-    log.warning("resume: %s was damaged or edited; the settings that the run began with are in %s", path, _SPARE)
+    log.warning(
+        "resume: %s was damaged or edited; the settings that the run began with are in %s",
+        path,
+        _SPARE,
+    )
     return spare
 
 
@@ -163,7 +194,9 @@ def _read_settings(path: Path, config: Common) -> tuple[dict[str, Any] | None, b
     if not isinstance(settings, dict):
         return None, False
     for each in fields(config):  # an earlier version may have had fewer settings
-        default = _described(each.default if each.default_factory is MISSING else each.default_factory())
+        default = _described(
+            each.default if each.default_factory is MISSING else each.default_factory()
+        )
         value = settings.setdefault(each.name, default)
         if isinstance(value, dict) and isinstance(default, dict):
             settings[each.name] = {**default, **value}
@@ -176,7 +209,9 @@ def _has_checksum(path: Path) -> bool:
 
 
 def signed(description: str) -> str:
-    """Settings with a checksum, which tells a file that was damaged or edited from other settings."""
+    """Settings with a checksum, which tells a file that was damaged or edited from other
+    settings.
+    """
     digest = hashlib.sha256(description.encode()).hexdigest()
     return f"{description}{_CHECKSUM.decode()}{digest}\n"
 
@@ -189,19 +224,24 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str,
 
 
 def to_yaml(config: Common) -> str:
-    """The configuration as YAML, without secrets; objects by name or type, a model also by a digest of its weights. The
-    digest of the data is in the checkpoints.
+    """The configuration as YAML, without secrets; objects by name or type, a model also by a digest
+    of its weights. The digest of the data is in the checkpoints.
     """
     return str(yaml.safe_dump(redacted(_described(config)), sort_keys=False, allow_unicode=True))
 
 
 def _described(value: Any, name: str = "") -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _described(getattr(value, field.name), field.name) for field in fields(value)}
+        return {
+            field.name: _described(getattr(value, field.name), field.name)
+            for field in fields(value)
+        }
     if value is None or isinstance(value, str | int | float | os.PathLike):
         return os.fspath(value) if isinstance(value, os.PathLike) else value
     if name in ("data", "eval_data"):
-        mixture = isinstance(value, list) and all(isinstance(part, str) or "path" in part for part in value)
+        mixture = isinstance(value, list) and all(
+            isinstance(part, str) or "path" in part for part in value
+        )
         if not (mixture or isinstance(value, Mapping)):
             return type(value).__name__
     if isinstance(value, Mapping):

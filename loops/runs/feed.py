@@ -1,4 +1,6 @@
-"""Micro-batches of a step from encoded data, on this rank's device; and values computed in one pass over the data."""
+"""Micro-batches of a step from encoded data, on this rank's device; and values computed in one pass
+over the data.
+"""
 
 import hashlib
 import logging
@@ -28,10 +30,11 @@ Measure = Callable[[list[Batch]], Mapping[str, float]]
 
 
 class StepFeed:
-    """The micro-batches of every step of a run, and what the run keeps, measures and closes with them.
+    """The micro-batches of every step of a run, and what the run keeps, measures and closes with
+    them.
 
-    A feed says how many ``steps`` there are, and ``feed(step)`` returns this rank's micro-batches of a step. All else
-    may stay as it is here: nothing is kept, measured or closed.
+    A feed says how many ``steps`` there are, and ``feed(step)`` returns this rank's micro-batches
+    of a step. All else may stay as it is here: nothing is kept, measured or closed.
 
     Attributes:
         stateful: whether its state, which is the same on every rank, is part of checkpoints.
@@ -49,7 +52,9 @@ class StepFeed:
         raise NotImplementedError
 
     def plan(self, step: int) -> list[list[int]]:
-        """The indices into the data of the examples of each micro-batch, for messages; empty where there are none."""
+        """The indices into the data of the examples of each micro-batch, for messages; empty where
+        there are none.
+        """
         return []
 
     def observe(self, metrics: Mapping[str, float]) -> None:
@@ -79,19 +84,22 @@ class StepFeed:
 
 @dataclass
 class Feed(StepFeed):
-    """``feed(step)`` returns this rank's micro-batches of that step, which depend only on its number.
+    """``feed(step)`` returns this rank's micro-batches of that step, which depend only on its
+    number.
 
     Attributes:
         dataset: encoded examples of all steps, or, if streamed, of the step planned last.
         batches: the plan: which examples make up which micro-batch of which rank.
-        columns: names of columns of the dataset that travel with the batch: one number per example, or a list of
-            them, one per completion or per trained token.
-        per_token: further columns by name, each a list with one tensor [tokens, ...] per example of the dataset.
+        columns: names of columns of the dataset that travel with the batch: one number per example,
+            or a list of them, one per completion or per trained token.
+        per_token: further columns by name, each a list with one tensor [tokens, ...] per example of
+            the dataset.
         mark: changes which tokens of an example are trained.
-        prepare: ``prepare(feed, step, micro_batches)`` returns the micro-batches to train on; it can measure something
-            over the whole step before its first forward pass.
-        memory: a state beside the parameters, the same on every rank, which is part of checkpoints: its
-            ``observe(metrics)`` is called after each step, see also `torch.distributed.checkpoint.stateful`.
+        prepare: ``prepare(feed, step, micro_batches)`` returns the micro-batches to train on; it
+            can measure something over the whole step before its first forward pass.
+        memory: a state beside the parameters, the same on every rank, which is part of checkpoints:
+            its ``observe(metrics)`` is called after each step, see also
+            `torch.distributed.checkpoint.stateful`.
         evaluation: held-out data, the whole of them as one step.
         of_rows: makes such a feed of further rows.
     """
@@ -103,7 +111,9 @@ class Feed(StepFeed):
     columns: Sequence[str] = ()
     per_token: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     mark: Callable[[Example], Example] = lambda example: example
-    prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: micro_batches
+    prepare: Callable[["Feed", int, list[Batch]], list[Batch]] = lambda feed, step, micro_batches: (
+        micro_batches
+    )
     memory: Any = None
     evaluation: "Feed | None" = None
     of_rows: Callable[[Any], "Feed"] | None = None
@@ -127,14 +137,20 @@ class Feed(StepFeed):
         return self.batches.plan(step)[self.rank]
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        rows = self.dataset[list(indices or [0])]  # at once: one by one takes as long as a small model's step
+        # at once: one by one takes as long as a small model's step
+        rows = self.dataset[list(indices or [0])]
         columns = {}
         for name in self.columns:
-            values = [number for row in rows[name] for number in (row if isinstance(row, list) else [row])]
-            columns[name] = torch.tensor(values) if indices else torch.tensor(values)[:0]  # otherwise in its own dtype
+            values = [
+                number for row in rows[name] for number in (row if isinstance(row, list) else [row])
+            ]
+            # otherwise in its own dtype
+            columns[name] = torch.tensor(values) if indices else torch.tensor(values)[:0]
         for name, tensors in self.per_token.items():
             columns[name] = torch.cat([tensors[i] for i in indices]) if indices else tensors[0][:0]
-        examples = map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
+        examples = (
+            map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
+        )
         return collate([self.mark(example) for example in examples], columns, self.device)
 
     def example(self, index: int) -> Example:
@@ -176,14 +192,16 @@ def stored_tokens(
     reuse: bool,
     metadata: dict[str, str] | None = None,
 ) -> tuple[dict[str, list[Tensor]], dict[str, str]]:
-    """Tensors of every trained token, by name a list with one per example, and metadata, read from ``path``; computed
-    and written there first unless it exists, is as it was written, and may be reused. Every rank calls it.
+    """Tensors of every trained token, by name a list with one per example, and metadata, read from
+    ``path``; computed and written there first unless it exists, is as it was written, and may be
+    reused. Every rank calls it.
 
-    The main process alone looks at the file, and sends what is in it: the others may see the disk as it was before.
+    The main process alone looks at the file, and sends what is in it: the others may see the disk
+    as it was before.
 
     Args:
-        path: a safetensors file, written atomically: each tensor, over the tokens of all examples in their order, and
-            ``length``, the number of tokens of each example.
+        path: a safetensors file, written atomically: each tensor, over the tokens of all examples
+            in their order, and ``length``, the number of tokens of each example.
         feed: a feed whose first step is all of the data.
         compute: ``compute(batch)`` gives tensors [tokens, ...] by name.
     """
@@ -204,19 +222,28 @@ def stored_tokens(
     return {name: list(torch.split(tensor, counts)) for name, tensor in tensors.items()}, stored
 
 
-def _computed(feed: Feed, compute: Callable[[Batch], Mapping[str, Tensor]]) -> list[tuple[int, dict[str, Tensor]]]:
+def _computed(
+    feed: Feed, compute: Callable[[Batch], Mapping[str, Tensor]]
+) -> list[tuple[int, dict[str, Tensor]]]:
     """The tensors of each example of this rank's part of the first step, and its index."""
     computed: list[tuple[int, dict[str, Tensor]]] = []
     for indices in feed.plan(0):
         batch = feed.batch(indices)
         lengths = [sum(map(sum, example.trained)) for example in batch.examples]
-        parts = {name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()}
-        computed += [(index, {name: part[i] for name, part in parts.items()}) for i, index in enumerate(indices)]
+        parts = {
+            name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()
+        }
+        computed += [
+            (index, {name: part[i] for name, part in parts.items()})
+            for i, index in enumerate(indices)
+        ]
     return computed
 
 
 def _store(
-    path: Path, computed: Sequence[list[tuple[int, dict[str, Tensor]]]], metadata: dict[str, str] | None
+    path: Path,
+    computed: Sequence[list[tuple[int, dict[str, Tensor]]]],
+    metadata: dict[str, str] | None,
 ) -> None:
     """Write what all ranks have computed; some of them may have computed the same."""
     by_index = {index: tensors for of_rank in computed for index, tensors in of_rank}
@@ -232,7 +259,9 @@ def _store(
 
 
 def _is_whole(path: Path) -> bool:
-    """False for a file of stored tokens that was damaged, which a warning says. One without a digest is not."""
+    """False for a file of stored tokens that was damaged, which a warning says. One without a
+    digest is not.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

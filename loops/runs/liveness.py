@@ -1,19 +1,20 @@
 """Notice a rank that has ended, stopped, or stands still, so that no rank waits for it without end.
 
-Every rank has one thread, the watch, from before its process group is made until its process ends. Rank 0 is connected
-with each of the others by a socket, over which they send each other a beat every second or so: where the main thread
-is, and for how long it has not moved.
+Every rank has one thread, the watch, from before its process group is made until its process ends.
+Rank 0 is connected with each of the others by a socket, over which they send each other a beat
+every second or so: where the main thread is, and for how long it has not moved.
 
 ended      The socket of a process is closed with it. Where a run is open, the others end with a message.
 silent     No beat has come for ``hang_seconds``: the process is stopped, its machine is gone, or a function that does
            not let go of Python's interpreter lock keeps its watch from running.
 standing   No rank has moved for ``hang_seconds``. A rank moves if its main thread computes, or if that or a thread that
-           runs code of burnish is seen at another instruction than before. One that waits for another stands still, and
-           so does one whose disk or lock never answers; as long as any rank moves, the others may be waiting for it. A
-           wait in NCCL computes: its own time-out, of ten minutes, ends the process, which the others then see.
+           runs code of burnish is seen at another instruction than before. One that waits for
+           another stands still, and so does one whose disk or lock never answers; as long as any
+           rank moves, the others may be waiting for it. A wait in NCCL computes: its own time-out,
+           of ten minutes, ends the process, which the others then see.
 
-Where a rank is silent, or all stand, each rank writes the reason and the stacks of its threads to standard error and
-exits with `HUNG`.
+Where a rank is silent, or all stand, each rank writes the reason and the stacks of its threads to
+standard error and exits with `HUNG`.
 """
 
 import atexit
@@ -47,7 +48,9 @@ GRACE = 10.0
 NEWS = 3.0
 """Seconds in which the end of a rank becomes known to all others."""
 HUNG = 75
-"""Exit status of ranks that were ended because one hung: EX_TEMPFAIL, on which a batch system queues the job again."""
+"""Exit status of ranks that were ended because one hung: EX_TEMPFAIL, on which a batch system
+queues the job again.
+"""
 AT_ONCE = 1.0
 """Seconds in which a signal that should end a process may be handled by its main thread."""
 SILENT = 5.0
@@ -55,10 +58,12 @@ SILENT = 5.0
 
 _BURNISH = str(Path(__file__).parents[2]) + os.sep
 _NAMED = 8  # ranks in a message
-# Seconds of the processor between two looks. A loop without calls of Python functions gives up the interpreter lock, as
-# it does for the watch, always at the same instruction; a thread that waits takes no time at all.
+# Seconds of the processor between two looks. A loop without calls of Python functions gives up the
+# interpreter lock, as it does for the watch, always at the same instruction; a thread that waits
+# takes no time at all.
 _COMPUTES = 0.001
-_WAITING = (f"torch{os.sep}distributed{os.sep}", f"accelerate{os.sep}")  # where one waits for the other ranks
+# where one waits for the other ranks
+_WAITING = (f"torch{os.sep}distributed{os.sep}", f"accelerate{os.sep}")
 _WAITS = ", where it waits for other ranks"
 
 
@@ -67,17 +72,19 @@ class RankLost(RuntimeError):
 
 
 def open_watch(hang_seconds: float | None) -> bool:
-    """Watch the other ranks from now on, if there are any: every rank calls it once for each run that it opens.
+    """Watch the other ranks from now on, if there are any: every rank calls it once for each run
+    that it opens.
 
     It comes before the process group, whose ranks wait for each other, too.
 
     Returns:
-        False if there is no other rank, or if the launcher announces ranks by other variables than torch's: then they
-        can be watched as soon as there is a process group.
+        False if there is no other rank, or if the launcher announces ranks by other variables than
+        torch's: then they can be watched as soon as there is a process group.
 
     Raises:
         DistStoreError: if they don't meet in ``hang_seconds``.
-        RankLost: if one of them has ended since the last run of this process, or can't be connected.
+        RankLost: if one of them has ended since the last run of this process, or can't be
+            connected.
     """
     global _watch
     if _watch is None:
@@ -90,7 +97,8 @@ def open_watch(hang_seconds: float | None) -> bool:
         except Unreachable as error:
             raise RankLost(str(error)) from error
         _watch = Watch(rank, ranks, peers)
-        # Kept: rank 0 hosts one store per port, which the process group that is made next finds, if it is still there.
+        # Kept: rank 0 hosts one store per port, which the process group that is made next finds, if
+        # it is still there.
         _watch.store = store
         atexit.register(_watch.close)
         os.register_at_fork(after_in_child=_forget)
@@ -101,8 +109,9 @@ def open_watch(hang_seconds: float | None) -> bool:
 def form_restarted_group() -> None:
     """Form the process group of ranks that torchrun has restarted, before Accelerate would.
 
-    torchrun keeps its store from one attempt to the next, and torch would look there for the addresses of other ranks:
-    it finds those of the attempt before, whose processes have ended. Here each attempt has names of its own.
+    torchrun keeps its store from one attempt to the next, and torch would look there for the
+    addresses of other ranks: it finds those of the attempt before, whose processes have ended. Here
+    each attempt has names of its own.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if _watch is None or attempt == "0" or dist.is_initialized():
@@ -120,16 +129,24 @@ def _numbers() -> tuple[int, int]:
 
 
 def _meet(hang_seconds: float | None) -> Any:
-    """The key-value store of the ranks; None if there is only one, or if it is not known yet how they meet."""
+    """The key-value store of the ranks; None if there is only one, or if it is not known yet how
+    they meet.
+    """
     if dist.is_initialized():
         simulated = dist.get_backend() == "fake"  # its other ranks don't exist
         if simulated or dist.get_world_size() == 1:
             return None
         return dist.distributed_c10d._get_default_store()
-    known = all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    known = all(
+        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
     if not known or int(os.environ["WORLD_SIZE"]) == 1:
         return None
-    longest = timedelta(seconds=hang_seconds) if hang_seconds else dist.distributed_c10d.default_pg_timeout
+    longest = (
+        timedelta(seconds=hang_seconds)
+        if hang_seconds
+        else dist.distributed_c10d.default_pg_timeout
+    )
     store, _, _ = next(rendezvous("env://", timeout=longest))
     return store
 
@@ -155,7 +172,9 @@ def at(place: str) -> Iterator[None]:
 
 @contextmanager
 def may_stand(seconds: float) -> Iterator[None]:
-    """Within, this rank may stand still for so many seconds more: what it waits for has a time-out of its own."""
+    """Within, this rank may stand still for so many seconds more: what it waits for has a time-out
+    of its own.
+    """
     if _watch is None:
         yield
         return
@@ -168,7 +187,8 @@ def may_stand(seconds: float) -> Iterator[None]:
 
 
 def raise_failed(error: BaseException, *, everywhere: bool = False) -> NoReturn:
-    """Raise the error that ends a run on this rank, or `RankLost` with its cause, after the others were told of it.
+    """Raise the error that ends a run on this rank, or `RankLost` with its cause, after the others
+    were told of it.
 
     Args:
         everywhere: the others have it, too.
@@ -179,26 +199,37 @@ def raise_failed(error: BaseException, *, everywhere: bool = False) -> NoReturn:
     if _watch is None:
         raise error
     news = None if everywhere else news_behind(error)
-    _watch.fail(f"rank {_watch.rank} failed with {type(error).__name__}: {error}" if not (news or everywhere) else None)
+    _watch.fail(
+        f"rank {_watch.rank} failed with {type(error).__name__}: {error}"
+        if not (news or everywhere)
+        else None
+    )
     if news is not None and not isinstance(error, RankLost):
         raise RankLost(news) from error
     raise error
 
 
 def news_behind(error: BaseException) -> str | None:
-    """The message about the rank whose end is the cause of this error; None if there is no such rank.
+    """The message about the rank whose end is the cause of this error; None if there is no such
+    rank.
 
-    A failed collective reports a broken connection but not whose: the rank becomes known within `NEWS` seconds.
+    A failed collective reports a broken connection but not whose: the rank becomes known within
+    `NEWS` seconds.
     """
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    by_collective = any(type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError) for cause in causes)
+    by_collective = any(
+        type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError)
+        for cause in causes
+    )
     return lost_rank() if by_collective else None
 
 
 def lost_rank() -> str | None:
-    """The message about a rank that has ended, if one has or is found to have within `NEWS` seconds."""
+    """The message about a rank that has ended, if one has or is found to have within `NEWS`
+    seconds.
+    """
     if _watch is None or not _watch.lost.wait(NEWS):
         return None
     return f"rank {_watch.rank}: {_watch.news}"
@@ -214,7 +245,8 @@ class Watch:
     """The watch of this process; see the module. `open_watch` makes one.
 
     Attributes:
-        lost: set when ``news`` is about a rank that has ended, or has failed, in the run that is open.
+        lost: set when ``news`` is about a rank that has ended, or has failed, in the run that is
+            open.
         step, place: of the main thread, for messages.
         allowed: seconds for which this rank may stand still in addition to ``hang_seconds``.
     """
@@ -274,7 +306,9 @@ class Watch:
             self._tell_all("failed", self.run, why)
 
     def close(self) -> None:
-        """The process ends in order, unless in an error that nobody handled, in the middle of a run."""
+        """The process ends in order, unless in an error that nobody handled, in the middle of a
+        run.
+        """
         if not (self.in_run and getattr(sys, "last_value", None) is not None):
             self._tell_all("bye")
         self._closed = True
@@ -376,7 +410,9 @@ class Watch:
         self._seen = seen
 
     def _where(self) -> str:
-        """What the main thread does, in which function of burnish, and whether it waits for other ranks."""
+        """What the main thread does, in which function of burnish, and whether it waits for other
+        ranks.
+        """
         frame = sys._current_frames().get(self._main or 0)
         waits = False
         while frame is not None and not frame.f_code.co_filename.startswith(_BURNISH):
@@ -401,7 +437,10 @@ class Watch:
                 f"{peer.place}"
                 for peer in silent[:_NAMED]
             ]
-            self._tell_hung(f"{'; '.join(names)}: its process is stopped, or its machine can't be reached", silent)
+            self._tell_hung(
+                f"{'; '.join(names)}: its process is stopped, or its machine can't be reached",
+                silent,
+            )
         elif self.rank == 0 and len(peers) == self.ranks - 1:
             stands = [self._still(now)] + [peer.still + now - peer.heard for peer in peers]
             if min(stands) > self.hang_seconds:
@@ -425,7 +464,11 @@ class Watch:
 
     def _end_hung(self, why: str) -> None:
         remedy = "if nothing was wrong, raise hang_seconds; --resume true continues from the newest checkpoint"
-        _exit(HUNG, f"rank {self.rank}: {why}; this one ends, too ({remedy}). Its threads:\n", stacks=True)
+        _exit(
+            HUNG,
+            f"rank {self.rank}: {why}; this one ends, too ({remedy}). Its threads:\n",
+            stacks=True,
+        )
 
     def _end_lost(self, now: float) -> None:
         """End this process if it does not exit by itself: it may wait forever."""
@@ -446,13 +489,20 @@ class Watch:
                     self._signaled = now
 
     def _end_by_signal(self, now: float) -> None:
-        """End a process whose main thread can't: it waits in a collective, where no handler of Python runs.
+        """End a process whose main thread can't: it waits in a collective, where no handler of
+        Python runs.
 
-        Of SIGINT that is the second one. SIGTERM lets the step be finished, as long as no rank is silent.
+        Of SIGINT that is the second one. SIGTERM lets the step be finished, as long as no rank is
+        silent.
         """
-        if not (self._signals and self.in_run) or now - max(self._signaled, self._main_since) < AT_ONCE:
+        if (
+            not (self._signals and self.in_run)
+            or now - max(self._signaled, self._main_since) < AT_ONCE
+        ):
             return
-        silent = [peer.rank for peer in self.peers.values() if not peer.gone and now - peer.heard > SILENT]
+        silent = [
+            peer.rank for peer in self.peers.values() if not peer.gone and now - peer.heard > SILENT
+        ]
         if self._signals.count(signal.SIGINT) > 1:
             caught = signal.SIGINT
         elif silent and signal.SIGTERM in self._signals:
@@ -484,7 +534,9 @@ def _forget() -> None:
 
 
 def _write_signals_to(end: socket.socket) -> bool:
-    """Have the numbers of signals written there as they come, even if no handler of Python can run."""
+    """Have the numbers of signals written there as they come, even if no handler of Python can
+    run.
+    """
     if threading.current_thread() is not threading.main_thread():
         return False
     before = signal.set_wakeup_fd(end.fileno(), warn_on_full_buffer=False)
@@ -502,7 +554,9 @@ def _processor_seconds(thread: int | None) -> float:
 
 
 def _fingerprint(frame: FrameType | None) -> tuple[int, bool]:
-    """A number that changes with any instruction of the stack, and whether a function of burnish is part of it."""
+    """A number that changes with any instruction of the stack, and whether a function of burnish is
+    part of it.
+    """
     places, ours = [], False
     while frame is not None:
         places.append((id(frame.f_code), frame.f_lasti))

@@ -1,8 +1,10 @@
-"""The lock of a run directory, which has one writer: that of the system, or a file with a heartbeat.
+"""The lock of a run directory, which has one writer: that of the system, or a file with a
+heartbeat.
 
-File systems of clusters, such as Lustre mounted without flock, have no locks of the system. There the lock is a file
-that one process alone can create (``O_EXCL``) and rewrites every few seconds. A file that nobody has rewritten for a
-minute, or whose process has ended on this machine, belongs to a run that was killed, and is taken over.
+File systems of clusters, such as Lustre mounted without flock, have no locks of the system. There
+the lock is a file that one process alone can create (``O_EXCL``) and rewrites every few seconds. A
+file that nobody has rewritten for a minute, or whose process has ended on this machine, belongs to
+a run that was killed, and is taken over.
 """
 
 import fcntl
@@ -27,7 +29,8 @@ _POLL = 1.0
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory; it is released with the process at the latest, or becomes stale.
+    """Hold the lock of a directory; it is released with the process at the latest, or becomes
+    stale.
 
     Raises:
         ValueError: if another process holds it.
@@ -44,13 +47,16 @@ def locked(directory: Path) -> Iterator[None]:
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 yield
                 return
-            # Someone has removed the file between our opening and locking it: lock the one that others will see.
+            # Someone has removed the file between our opening and locking it: lock the one that
+            # others will see.
     with heartbeat(directory):
         yield
 
 
 def _taken(directory: Path, owner: str = "another process") -> ValueError:
-    return ValueError(f"output: {owner} trains in {directory}; wait for it, or name another directory")
+    return ValueError(
+        f"output: {owner} trains in {directory}; wait for it, or name another directory"
+    )
 
 
 @contextmanager
@@ -74,7 +80,12 @@ def heartbeat(directory: Path) -> Iterator[None]:
 
 def _content(token: str, count: int) -> bytes:
     """The file as its owner writes it; always as long, so that it is overwritten in place."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": token, "beat": f"{count:012}"}
+    owner = {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "token": token,
+        "beat": f"{count:012}",
+    }
     return json.dumps(owner).encode()
 
 
@@ -92,7 +103,9 @@ def _create(path: Path, token: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """The content, read anew, as a client of a network file system may have kept an older one; None without a file."""
+    """The content, read anew, as a client of a network file system may have kept an older one; None
+    without a file.
+    """
     with suppress(OSError):
         return path.read_bytes()
     return None
@@ -120,7 +133,9 @@ def _wait_for(path: Path, directory: Path) -> None:
     owner = _owner(first) or {}
     until = time.monotonic() + STALE
     if not _has_died(owner):
-        log.warning("output: %s is locked; taking over if its owner is silent for %g s", directory, STALE)
+        log.warning(
+            "output: %s is locked; taking over if its owner is silent for %g s", directory, STALE
+        )
         while time.monotonic() < until:
             time.sleep(_POLL)
             now = _read(path)
@@ -158,16 +173,23 @@ def _move_away(path: Path, stale: bytes | None, directory: Path) -> None:
         aside.unlink()
         raise _taken(directory)
     aside.unlink()
-    log.warning("output: the lock of %s was left by a process that has ended, and is taken over", directory)
+    log.warning(
+        "output: the lock of %s was left by a process that has ended, and is taken over", directory
+    )
 
 
 def _beat(path: Path, token: str, done: threading.Event) -> None:
-    """Rewrite the file until done. If another process has taken it, because this one stood still, end the run."""
+    """Rewrite the file until done. If another process has taken it, because this one stood still,
+    end the run.
+    """
     count = 0
     while not done.wait(BEAT):
         count += 1
         if _token_in(_read(path)) != token:
-            log.error("output: another process has taken the lock %s while this one stood still; stopping", path)
+            log.error(
+                "output: another process has taken the lock %s while this one stood still; stopping",
+                path,
+            )
             os.kill(os.getpid(), signal.SIGTERM)
             return
         with suppress(OSError), path.open("r+b") as file:

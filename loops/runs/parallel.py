@@ -14,7 +14,12 @@ _WRAPPERS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "ParallelismConfig",
 }
-_LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+_LOCAL_RANKS = (
+    "LOCAL_RANK",
+    "MPI_LOCALRANKID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+)
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _START = "start ranks by torchrun --nproc_per_node N, or accelerate launch --multi_gpu"
 
@@ -23,7 +28,8 @@ def check_launcher() -> None:
     """Check the launcher's settings before Accelerate forms a process group.
 
     Raises:
-        ValueError: if it asks Accelerate to wrap the model, or started several processes without a rank for each.
+        ValueError: if it asks Accelerate to wrap the model, or started several processes without a
+            rank for each.
     """
     for variable, wrapper in _WRAPPERS.items():
         if os.environ.get(variable, "").lower() in ("1", "true", "t", "yes", "y", "on"):
@@ -32,14 +38,19 @@ def check_launcher() -> None:
                 f"launch --multi_gpu), and shard the model by {_same_in_flags()}"
             )
     if _started() > 1 and not any(variable in os.environ for variable in _LOCAL_RANKS):
-        raise ValueError(f"{_started()} processes were announced, and this one has no LOCAL_RANK; {_START}")
+        raise ValueError(
+            f"{_started()} processes were announced, and this one has no LOCAL_RANK; {_START}"
+        )
 
 
 def _same_in_flags() -> str:
-    """burnish's settings for what a configuration file of Accelerate asks for, and what has no such setting."""
+    """burnish's settings for what a configuration file of Accelerate asks for, and what has no such
+    setting.
+    """
     asked = {name: value.lower() for name, value in os.environ.items()}
     replicas, split, ring, ulysses = (
-        int(asked.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1)) for kind in ("DP_REPLICATE", "TP", "CP", "SP")
+        int(asked.get(f"PARALLELISM_CONFIG_{kind}_SIZE", 1))
+        for kind in ("DP_REPLICATE", "TP", "CP", "SP")
     )
     together = ring * ulysses  # two ways to say the same
     flags = {
@@ -47,27 +58,42 @@ def _same_in_flags() -> str:
         "parallel.tp_size": split if split > 1 else None,
         "parallel.cp_size": together if together > 1 else None,
         "dtype": "bfloat16" if asked.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
-        "gradient_checkpointing": "true" if asked.get("FSDP_ACTIVATION_CHECKPOINTING") == "true" else None,
+        "gradient_checkpointing": "true"
+        if asked.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
+        else None,
     }
-    devices = [asked.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none") for kind in ("OPTIMIZER", "PARAM")]
-    offloaded = [device != "none" or asked.get("FSDP_OFFLOAD_PARAMS") == "true" for device in devices]
+    devices = [
+        asked.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{kind}_DEVICE", "none")
+        for kind in ("OPTIMIZER", "PARAM")
+    ]
+    offloaded = [
+        device != "none" or asked.get("FSDP_OFFLOAD_PARAMS") == "true" for device in devices
+    ]
     flags["offload_optimizer"] = "true" if offloaded[0] else None
     words = " ".join(f"--{name} {value}" for name, value in flags.items() if value)
     return f"{words}; parameters stay on the GPU" if offloaded[1] else words
 
 
 def check_ranks(config: Common, accelerator: Accelerator) -> None:
-    """Check that the processes that were started are ranks of one run which can share the model, and say how they do.
+    """Check that the processes that were started are ranks of one run which can share the model,
+    and say how they do.
 
     Raises:
-        ValueError: if there are fewer ranks than processes, or ``dp_shard_size`` does not divide them, or there would
-            be quantized weights in shards.
+        ValueError: if there are fewer ranks than processes, or ``dp_shard_size`` does not divide
+            them, or there would be quantized weights in shards.
     """
     ranks, parallel = accelerator.num_processes, config.parallel
-    shards, split, together, size = parallel.dp_shard_size, parallel.tp_size, parallel.cp_size, parallel.copy_size
+    shards, split, together, size = (
+        parallel.dp_shard_size,
+        parallel.tp_size,
+        parallel.cp_size,
+        parallel.copy_size,
+    )
     field = parallel.field
     if _started() != ranks:
-        raise ValueError(f"{_started()} processes were started, and the process group has {ranks}; {_START}")
+        raise ValueError(
+            f"{_started()} processes were started, and the process group has {ranks}; {_START}"
+        )
     launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
     if launched != "no" and (launched, computed) != ("bf16", "bfloat16"):
         raise ValueError(
@@ -90,15 +116,20 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
 
 
 def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
-    """The ranks as copies of the model, shards of each, and ranks that compute together; None if every rank has a
-    whole copy."""
+    """The ranks as copies of the model, shards of each, and ranks that compute together; None if
+    every rank has a whole copy."""
     parallel = config.parallel
     if parallel.copy_size == 1:
         return None
-    sizes = {"dp_replicate": accelerator.num_processes // parallel.copy_size, "dp_shard": parallel.dp_shard_size}
+    sizes = {
+        "dp_replicate": accelerator.num_processes // parallel.copy_size,
+        "dp_shard": parallel.dp_shard_size,
+    }
     sizes |= {"tp": parallel.tp_size, "cp": parallel.cp_size}
     used = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-    return init_device_mesh(accelerator.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+    return init_device_mesh(
+        accelerator.device.type, tuple(used.values()), mesh_dim_names=tuple(used)
+    )
 
 
 def _started() -> int:

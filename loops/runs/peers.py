@@ -1,7 +1,9 @@
-"""Connections between the watches of ranks: rank 0 with each of the others, by sockets of their own.
+"""Connections between the watches of ranks: rank 0 with each of the others, by sockets of their
+own.
 
-They are no part of a process group, so that they tell of a process that ends while a group is made, and can be left in
-the middle of a message. Whoever connects has to give a token, which rank 0 passes to the others where all of them meet.
+They are no part of a process group, so that they tell of a process that ends while a group is made,
+and can be left in the middle of a message. Whoever connects has to give a token, which rank 0
+passes to the others where all of them meet.
 """
 
 import fcntl
@@ -86,7 +88,8 @@ def connect(store: Any, rank: int, ranks: int) -> dict[int, Peer]:
         store: the key-value store of all ranks.
 
     Raises:
-        Unreachable: if one of them does not come in `MEETING` seconds, or this one does not reach rank 0.
+        Unreachable: if one of them does not come in `MEETING` seconds, or this one does not reach
+            rank 0.
     """
     key = f"burnish/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
@@ -152,7 +155,9 @@ def _read_line(connection: socket.socket, seconds: float) -> Any:
 def _listener() -> socket.socket:
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
-            return socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+            return socket.create_server(
+                ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+            )
     return socket.create_server(("", 0), backlog=1024)
 
 
@@ -163,7 +168,9 @@ def _addresses() -> list[str]:
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             request = struct.pack("256s", name.encode()[:15])
-            found.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
+            found.append(
+                socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+            )
     if master:
         with suppress(OSError):
             kind, *_, destination = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -178,10 +185,16 @@ def _addresses() -> list[str]:
 
 
 def own_process() -> list[Any]:
-    """What identifies this process on its machine: the machine, the namespace of process ids, its id and its start."""
+    """What identifies this process on its machine: the machine, the namespace of process ids, its
+    id and its start.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [f"{boot} {os.stat('/proc/self/ns/pid').st_ino}", os.getpid(), _start_of(os.getpid())]
+        return [
+            f"{boot} {os.stat('/proc/self/ns/pid').st_ino}",
+            os.getpid(),
+            _start_of(os.getpid()),
+        ]
     except OSError:  # not on Linux
         return ["", os.getpid(), ""]
 
@@ -197,8 +210,8 @@ def _start_of(process: int) -> str:
 def end_stopped(process: list[Any]) -> None:
     """End a silent process of this machine; its launcher has to, on another one.
 
-    Where it was stopped it goes on, finds that the others have ended, and reports its stacks itself. Where its watch
-    can't run, faulthandler reports them at SIGABRT.
+    Where it was stopped it goes on, finds that the others have ended, and reports its stacks
+    itself. Where its watch can't run, faulthandler reports them at SIGABRT.
     """
     machine, number, start = process
     if not start or machine != own_process()[0]:

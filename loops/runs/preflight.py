@@ -20,7 +20,8 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
 
 
 def check_files(config: Any) -> None:
-    """Check local files and directories, and that models beside the trained one exist, on the Hub too.
+    """Check local files and directories, and that models beside the trained one exist, on the Hub
+    too.
 
     Raises:
         ValueError: names the field, its value and what is wrong with it.
@@ -30,7 +31,9 @@ def check_files(config: Any) -> None:
     _check_results_of_earlier_runs(config)
     python = _value(config, "vllm.python")
     if python is not None and shutil.which(python) is None:
-        raise ValueError(f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter")
+        raise ValueError(
+            f"vllm.python: {python}: no such file, or it can't be executed; wanted an interpreter"
+        )
     if config.output is not None and os.environ.get("RANK", "0") == "0":
         _check_writable(Path(config.output))
 
@@ -45,7 +48,9 @@ def _check_models(config: Any) -> None:
         if not isinstance(name, str) or not name:
             continue
         if Path(name).resolve() in results:
-            raise ValueError(f"output: this run would write over its {field}, {name}; name another directory")
+            raise ValueError(
+                f"output: this run would write over its {field}, {name}; name another directory"
+            )
         if field == "lora.path":
             continue  # looked at where it is loaded
         if name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists():
@@ -60,7 +65,9 @@ def _check_models(config: Any) -> None:
 
 
 def _check_data(config: Any) -> None:
-    """Check that data files and directories exist; a name that may be one on the Hub is not looked up."""
+    """Check that data files and directories exist; a name that may be one on the Hub is not looked
+    up.
+    """
     for field in ("data", "eval_data"):
         name = _value(config, field)
         if not isinstance(name, str):
@@ -69,7 +76,9 @@ def _check_data(config: Any) -> None:
         is_pattern = "*" in path
         is_local = Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~"))
         if path and is_local and not is_pattern and not Path(path).exists():
-            raise DataError(f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory"))
+            raise DataError(
+                f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory")
+            )
 
 
 def _check_results_of_earlier_runs(config: Any) -> None:
@@ -96,16 +105,22 @@ def _check_model(field: str, path: Path) -> None:
             f"{field}: {path} is neither a directory that holds a model and its tokenizer, nor one on the Hub: {wrong}"
         )
     if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
-        hint = f"; a run left one in {path / 'model'}" if (path / "model/config.json").exists() else ""
+        hint = (
+            f"; a run left one in {path / 'model'}" if (path / "model/config.json").exists() else ""
+        )
         raise ValueError(
             f"{field}: {path}: no config.json; wanted the directory that holds a model and its tokenizer{hint}"
         )
     if not any(file for pattern in _WEIGHTS for file in path.glob(pattern)):
-        raise ValueError(f"{field}: {path}: no weights; wanted model.safetensors or the like beside its config.json")
+        raise ValueError(
+            f"{field}: {path}: no weights; wanted model.safetensors or the like beside its config.json"
+        )
 
 
 def _check_writable(path: Path) -> None:
-    """Create and remove a directory at the run's path, because permissions alone don't guarantee that writing works."""
+    """Create and remove a directory at the run's path, because permissions alone don't guarantee
+    that writing works.
+    """
     above = next(each for each in (path, *path.absolute().parents) if os.path.lexists(each))
     if not above.is_dir():
         kind = "a link to nothing" if above.is_symlink() else "a file"
@@ -113,21 +128,31 @@ def _check_writable(path: Path) -> None:
     try:
         tempfile.TemporaryDirectory(dir=above, prefix=".burnish-").cleanup()
     except OSError as error:
-        raise ValueError(f"output: {path} can't be written ({error.strerror}); name another directory") from error
+        raise ValueError(
+            f"output: {path} can't be written ({error.strerror}); name another directory"
+        ) from error
 
 
 def check_tokens(model: nn.Module, tokenizer: Any, *data: Dataset | None) -> None:
-    """Raise ValueError if examples have tokens without an embedding in the model, which a GPU reports as an assertion.
+    """Raise ValueError if examples have tokens without an embedding in the model, which a GPU
+    reports as an assertion.
 
-    Tokenizers of some models have more tokens than the model has embeddings, which is fine unless the data uses them.
+    Tokenizers of some models have more tokens than the model has embeddings, which is fine unless
+    the data uses them.
     """
     table: Any = model
     embeddings = table.get_input_embeddings().weight.shape[0]
     if embeddings >= len(tokenizer):
         return
     for part in filter(None, data):
-        columns = [part.data.column(name) for name in ("prompt", "completions") if name in part.column_names]
-        largest = max(pc.max(pc.list_flatten(column, recursive=True)).as_py() or 0 for column in columns)
+        columns = [
+            part.data.column(name)
+            for name in ("prompt", "completions")
+            if name in part.column_names
+        ]
+        largest = max(
+            pc.max(pc.list_flatten(column, recursive=True)).as_py() or 0 for column in columns
+        )
         if largest >= embeddings:
             raise ValueError(
                 f"model: it has {embeddings} embeddings, and its tokenizer {len(tokenizer)} tokens, of which the data "

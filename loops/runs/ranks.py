@@ -1,6 +1,8 @@
-"""How ranks wait for each other: for the main process without a limit, and never for a process that has ended.
+"""How ranks wait for each other: for the main process without a limit, and never for a process that
+has ended.
 
-All of this uses gloo: waiting in NCCL occupies the device, and times out after ten minutes; rollouts may take longer.
+All of this uses gloo: waiting in NCCL occupies the device, and times out after ten minutes;
+rollouts may take longer.
 """
 
 import threading
@@ -29,14 +31,20 @@ class MainProcessError(RuntimeError):
     """The main process failed at what the other ranks were waiting for."""
 
 
-def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Callable[[Any], object] | None = None) -> T:
-    """Return on every rank what ``function()`` returns on the main process. All ranks call it; it is pickled.
+def from_main(
+    accelerator: Accelerator,
+    function: Callable[[], T],
+    follow: Callable[[Any], object] | None = None,
+) -> T:
+    """Return on every rank what ``function()`` returns on the main process. All ranks call it; it
+    is pickled.
 
     Args:
         follow: called on the waiting ranks with each order that ``function`` sends by `leading`.
 
     Raises:
-        MainProcessError: on the other ranks, with its message, where the main process raises an error.
+        MainProcessError: on the other ranks, with its message, where the main process raises an
+            error.
         RankLost: if a rank has ended meanwhile.
     """
     if accelerator.num_processes == 1:
@@ -53,7 +61,9 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
     while True:
         kind, content = _broadcast(None)
         if kind == "error":
-            raise MainProcessError(f"rank {accelerator.process_index}: the main process failed: {content}")
+            raise MainProcessError(
+                f"rank {accelerator.process_index}: the main process failed: {content}"
+            )
         if kind == "result":
             return cast(T, content)
         assert follow is not None
@@ -62,7 +72,8 @@ def from_main(accelerator: Accelerator, function: Callable[[], T], follow: Calla
 
 
 def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
-    """Return ``function()``, called on the main process first and then on the others, which find its files on the disk.
+    """Return ``function()``, called on the main process first and then on the others, which find
+    its files on the disk.
 
     Raises what `from_main` does.
     """
@@ -71,7 +82,8 @@ def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
-    """Call the function on the main process only and return its result there; None on the others, which wait for it.
+    """Call the function on the main process only and return its result there; None on the others,
+    which wait for it.
 
     Raises what `from_main` does.
     """
@@ -81,26 +93,42 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
 
 
 def gather_to_main(accelerator: Accelerator, value: T) -> list[T]:
-    """The values of all ranks, on the main process; nothing on the others. All ranks call it; they are pickled."""
+    """The values of all ranks, on the main process; nothing on the others. All ranks call it; they
+    are pickled.
+    """
     if accelerator.num_processes == 1:
         return [value]
-    gathered: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    gathered: list[Any] | None = (
+        [None] * accelerator.num_processes if accelerator.is_main_process else None
+    )
     with _connected(f"rank {dist.get_rank()}: another rank ended while its part was waited for"):
         dist.gather_object(value, gathered, dst=0, group=gloo_group("control"))
     return gathered or []
 
 
 def tensors_from_main(accelerator: Accelerator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the main process, in the memory of the host, on every rank. All ranks call it."""
+    """The tensors of the main process, in the memory of the host, on every rank. All ranks call
+    it.
+    """
     if accelerator.num_processes == 1:
         return tensors
-    kinds = from_main(accelerator, lambda: {name: (each.shape, each.dtype) for name, each in tensors.items()})
+    kinds = from_main(
+        accelerator, lambda: {name: (each.shape, each.dtype) for name, each in tensors.items()}
+    )
     received = {}
     for name, (shape, dtype) in kinds.items():
-        tensor = tensors[name].contiguous() if accelerator.is_main_process else torch.empty(shape, dtype=dtype)
+        tensor = (
+            tensors[name].contiguous()
+            if accelerator.is_main_process
+            else torch.empty(shape, dtype=dtype)
+        )
         if tensor.numel():
-            with _connected(f"rank {dist.get_rank()}: another rank ended while the main process was waited for"):
-                dist.broadcast(tensor.view(-1).view(torch.uint8), src=0, group=gloo_group("control"))
+            with _connected(
+                f"rank {dist.get_rank()}: another rank ended while the main process was waited for"
+            ):
+                dist.broadcast(
+                    tensor.view(-1).view(torch.uint8), src=0, group=gloo_group("control")
+                )
         received[name] = tensor
     return received
 
@@ -118,7 +146,9 @@ def barrier() -> None:
 
 @contextmanager
 def broadcast_order(order: Any) -> Iterator[None]:
-    """On the main process, in the function of a `from_main`: the other ranks follow this order, and are waited for."""
+    """On the main process, in the function of a `from_main`: the other ranks follow this order, and
+    are waited for.
+    """
     _broadcast(("order", order))
     try:
         yield
@@ -129,8 +159,12 @@ def broadcast_order(order: Any) -> Iterator[None]:
 def _broadcast(message: tuple[str, Any] | None) -> tuple[str, Any]:
     """The message of the main process, on every rank."""
     messages: list[Any] = [message]
-    with _connected(f"rank {dist.get_rank()}: another rank ended while the main process was waited for"):
-        dist.broadcast_object_list(messages, src=0, group=gloo_group("control"), device=torch.device("cpu"))
+    with _connected(
+        f"rank {dist.get_rank()}: another rank ended while the main process was waited for"
+    ):
+        dist.broadcast_object_list(
+            messages, src=0, group=gloo_group("control"), device=torch.device("cpu")
+        )
     return cast(tuple[str, Any], messages[0])
 
 
@@ -150,7 +184,9 @@ def receive(rank: int, group: Any) -> Any:
 
 @contextmanager
 def _connected(otherwise: str) -> Iterator[None]:
-    """Turn gloo's error about a broken connection into `RankLost`, with this message where the rank is not known."""
+    """Turn gloo's error about a broken connection into `RankLost`, with this message where the rank
+    is not known.
+    """
     global _waited
     began = perf_counter()
     try:
@@ -162,26 +198,33 @@ def _connected(otherwise: str) -> Iterator[None]:
 
 
 def seconds_waited() -> float:
-    """Seconds for which the main thread has waited for other ranks here, since the process began."""
+    """Seconds for which the main thread has waited for other ranks here, since the process
+    began.
+    """
     return _waited
 
 
 def gloo_group(purpose: str) -> Any:
-    """A gloo group of all ranks for one purpose; None in a single process. All ranks must make the first call of each
-    purpose together: it returns on all of them, or on none. "control" comes first, as soon as there are ranks."""
+    """A gloo group of all ranks for one purpose; None in a single process. All ranks must make the
+    first call of each purpose together: it returns on all of them, or on none. "control" comes
+    first, as soon as there are ranks.
+    """
     return _new_group(dist.group.WORLD, purpose) if dist.is_initialized() else None
 
 
 @lru_cache(maxsize=8)
 def _new_group(world: Any, purpose: str) -> Any:
     if purpose != "control":
-        barrier()  # `new_group` would wait for a rank that has ended, and the connections of "control" report it
+        # `new_group` would wait for a rank that has ended, and the connections of "control" report
+        # it
+        barrier()
     return dist.new_group(backend="gloo", timeout=_LONGEST)
 
 
 @contextmanager
 def opening() -> Iterator[None]:
-    """Context in which all ranks open a run: none of them waits for one that has ended or failed meanwhile.
+    """Context in which all ranks open a run: none of them waits for one that has ended or failed
+    meanwhile.
 
     Raises:
         RankLost: names the rank, where a collective failed because of it.
@@ -194,10 +237,12 @@ def opening() -> Iterator[None]:
 
 @contextmanager
 def watching() -> Iterator[None]:
-    """Context of the steps of an open run, entered by all ranks: none of them outlives another one for long.
+    """Context of the steps of an open run, entered by all ranks: none of them outlives another one
+    for long.
 
-    A rank that waits for one whose process has ended, or that has failed, ends with an error that names it; one that
-    waits where no error arrives, as in NCCL, is ended after `liveness.GRACE` seconds.
+    A rank that waits for one whose process has ended, or that has failed, ends with an error that
+    names it; one that waits where no error arrives, as in NCCL, is ended after `liveness.GRACE`
+    seconds.
 
     Raises:
         RankLost: names the rank, where a collective failed because of it.

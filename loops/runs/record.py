@@ -1,9 +1,12 @@
-"""What a run was, in ``run.json`` of its directory: one entry for each time that it was started or resumed.
+"""What a run was, in ``run.json`` of its directory: one entry for each time that it was started or
+resumed.
 
-    {"starts": [{"began": ..., "command": ..., "call": ..., "versions": ..., "ranks": ..., "model": ..., "data": ...,
+    {"starts": [{"began": ..., "command": ..., "call": ..., "versions": ..., "ranks": ..., "model":
+    ..., "data": ...,
                  "ended": {"time": ..., "step": ...}}, ...]}
 
-An entry without ``ended`` is that of a run that goes on, or was killed. Secrets are left out, see `redaction`.
+An entry without ``ended`` is that of a run that goes on, or was killed. Secrets are left out, see
+`redaction`.
 """
 
 import json
@@ -44,10 +47,12 @@ def recorded(training: Any) -> Iterator[dict[str, Any]]:
     """Add an entry to the record of a run, and its end when the run ends. Every rank calls it.
 
     Args:
-        training: the `Training`, whose directory is locked; without a directory nothing is recorded.
+        training: the `Training`, whose directory is locked; without a directory nothing is
+            recorded.
 
     Yields:
-        The entry on the main process; an empty one on other ranks, and for a run without a directory.
+        The entry on the main process; an empty one on other ranks, and for a run without a
+        directory.
     """
     accelerator = training.context.accelerator
     if training.directory is None:
@@ -81,7 +86,9 @@ def recorded(training: Any) -> Iterator[dict[str, Any]]:
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The entries of a record, oldest first. A file that can't be read is moved aside, with a warning."""
+    """The entries of a record, oldest first. A file that can't be read is moved aside, with a
+    warning.
+    """
     if not os.path.lexists(path):
         return []
     try:
@@ -90,7 +97,9 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
             raise TypeError("wanted objects")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         place = move_aside(path)
-        log.warning("%s can't be read and is %s now; a new one begins with this start", path, place.name)
+        log.warning(
+            "%s can't be read and is %s now; a new one begins with this start", path, place.name
+        )
         return []
     return list(entries)
 
@@ -105,7 +114,9 @@ def describe(training: Any) -> dict[str, Any]:
     settings = changed_settings(context.config, context.description)
     recipe = recipe_name(context.config)
     model = {
-        "name": context.config.model if isinstance(context.config.model, str) else context.model.plain.name_or_path,
+        "name": context.config.model
+        if isinstance(context.config.model, str)
+        else context.model.plain.name_or_path,
         "revision": getattr(context.model.plain.config, "_commit_hash", None),
         "architecture": type(context.model.plain).__name__,
     }
@@ -135,10 +146,18 @@ def recipe_name(config: Any) -> str:
 
 
 def changed_settings(config: Any, description: str) -> dict[str, Any]:
-    """The settings that are not the default ones, by name, as a description of them has them (see `to_yaml`)."""
+    """The settings that are not the default ones, by name, as a description of them has them (see
+    `to_yaml`).
+    """
     described: dict[str, Any] = yaml.safe_load(description)
-    defaults = type(config)(**{each.name: getattr(config, each.name) for each in fields(config) if _required(each)})
-    names = [each.name for each in fields(config) if _required(each) or _differs(config, defaults, each.name)]
+    defaults = type(config)(
+        **{each.name: getattr(config, each.name) for each in fields(config) if _required(each)}
+    )
+    names = [
+        each.name
+        for each in fields(config)
+        if _required(each) or _differs(config, defaults, each.name)
+    ]
     return {name: described[name] for name in names}
 
 
@@ -160,7 +179,8 @@ def call_of(recipe: str, settings: Mapping[str, Any]) -> str:
 
 
 def command_line(words: Sequence[str] = ()) -> str:
-    """The command that started this process, without secrets, and without the program of ``python -c``.
+    """The command that started this process, without secrets, and without the program of
+    ``python -c``.
 
     Args:
         words: of the command; unless given, those of this process.
@@ -182,7 +202,9 @@ def command_line(words: Sequence[str] = ()) -> str:
 
 
 def parts_of(accounting: Accounting | None, records: Sequence[Records]) -> list[dict[str, Any]]:
-    """The account of each part of the data, with the SHA-256 of its rows; streamed data have none."""
+    """The account of each part of the data, with the SHA-256 of its rows; streamed data have
+    none.
+    """
     if accounting is None:
         return []
     parts = accounting.parts or (accounting,)

@@ -1,7 +1,8 @@
-"""Log-probs under the frozen reference policy: from a copy, or from the policy without its adapters.
+"""Log-probs under the frozen reference policy: from a copy, or from the policy without its
+adapters.
 
-A reference is a function ``reference(batch) -> log-probs [tokens]``. `RunContext.reference` makes the configured one,
-whose log-probs may also be computed before training.
+A reference is a function ``reference(batch) -> log-probs [tokens]``. `RunContext.reference` makes
+the configured one, whose log-probs may also be computed before training.
 """
 
 import copy
@@ -36,39 +37,57 @@ def load_reference(config: Any, tokenizer: Any, policy: Policy) -> Policy:
     Raises:
         DataError: if it has other tokens than the policy.
     """
-    config = replace(config, model=config.ref_model, lora=Lora(), weights_dtype="float32", gradient_checkpointing=False)
-    config = replace(config, model_revision=None, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0)
+    config = replace(
+        config,
+        model=config.ref_model,
+        lora=Lora(),
+        weights_dtype="float32",
+        gradient_checkpointing=False,
+    )
+    config = replace(
+        config, model_revision=None, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0
+    )
     check_same_vocabulary(tokenizer, load_tokenizer(config))
     return frozen_policy_like(policy, load_model(config), config)
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
-    """The reference of this kind, computed during training; ``policy`` is ``config.ref_model`` if there is one."""
+    """The reference of this kind, computed during training; ``policy`` is ``config.ref_model`` if
+    there is one.
+    """
     if config.ref_model is not None:
         return frozen(policy, temperature=temperature)
     if config.ref_model_sync_steps:
         interval, alpha = config.ref_model_sync_steps, config.ref_model_mixup_alpha
         return SyncedReference(policy, interval=interval, alpha=alpha, temperature=temperature)
     adapters = kind == "auto" and hasattr(policy.model, "disable_adapter")
-    unchanged = config.lora.enabled and config.lora.adds_nothing  # those of a given model may add something
+    # those of a given model may add something
+    unchanged = config.lora.enabled and config.lora.adds_nothing
     if kind == "adapters_off" or (adapters and unchanged):
         return adapters_off(policy, temperature=temperature)
     if policy.mesh is not None:  # shards can't be copied, but can be loaded again
         if isinstance(config.model, nn.Module):
-            raise ValueError("model: one in memory can't be sharded twice, and a copy is its reference; give its name")
-        return frozen(frozen_policy_like(policy, load_model(config), config), temperature=temperature)
+            raise ValueError(
+                "model: one in memory can't be sharded twice, and a copy is its reference; give its name"
+            )
+        return frozen(
+            frozen_policy_like(policy, load_model(config), config), temperature=temperature
+        )
     return (adapters_copy if adapters else frozen_copy)(policy, temperature=temperature)
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """A frozen copy of the current policy, without a critic; takes as much memory again as its weights.
+    """A frozen copy of the current policy, without a critic; takes as much memory again as its
+    weights.
 
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.
     """
     policy = getattr(policy, "module", policy)  # of the wrapper that distributes it over ranks
     if not isinstance(policy, Policy):
-        raise ValueError(f"frozen_copy: wanted a Policy, got {type(policy).__name__}; wrap it: Policy(model)")
+        raise ValueError(
+            f"frozen_copy: wanted a Policy, got {type(policy).__name__}; wrap it: Policy(model)"
+        )
     return frozen(copy.deepcopy(policy, {id(policy.critic): None}), temperature=temperature)
 
 
@@ -79,14 +98,17 @@ def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
 
 
 def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """The base model under the policy's own adapters: takes no memory, and is no copy that could drift.
+    """The base model under the policy's own adapters: takes no memory, and is no copy that could
+    drift.
 
     Raises:
         ValueError: if the policy has no adapters, or their start changed the base model.
     """
     model: Any = policy.model
     if not hasattr(model, "disable_adapter"):
-        raise ValueError("adapters_off: wanted a model wrapped by peft; without adapters use frozen_copy")
+        raise ValueError(
+            "adapters_off: wanted a model wrapped by peft; without adapters use frozen_copy"
+        )
     start = model.peft_config["default"].init_lora_weights
     if start not in (True, False, "gaussian"):
         raise ValueError(
@@ -107,7 +129,8 @@ def adapters_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     model: Any = policy.model
     weights = {name: weight.clone() for name, weight in get_peft_model_state_dict(model).items()}
     settings: Any = copy.deepcopy(model.peft_config["default"])
-    settings.init_lora_weights, settings.inference_mode = True, True  # other starts change the base model
+    # other starts change the base model
+    settings.init_lora_weights, settings.inference_mode = True, True
     settings.lora_dropout = 0.0  # it computes while the policy is in training mode
     model.add_adapter("reference", settings)
     set_peft_model_state_dict(model, weights, adapter_name="reference")
@@ -126,17 +149,20 @@ def adapters_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
 
 
 class SyncedReference:
-    """A copy of the policy that follows it: ``ref ← α policy + (1 − α) ref`` after every so many steps.
+    """A copy of the policy that follows it: ``ref ← α policy + (1 − α) ref`` after every so many
+    steps.
 
     Args:
         interval: steps between updates.
         alpha: α in (0, 1].
 
-    Paper: Gorbatovski et al. 2024, "Learn your reference model for real good alignment", arXiv:2404.09656, Eq. 5 (soft
-    update) and 6 (hard, α = 1).
+    Paper: Gorbatovski et al. 2024, "Learn your reference model for real good alignment",
+    arXiv:2404.09656, Eq. 5 (soft update) and 6 (hard, α = 1).
     """
 
-    def __init__(self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0) -> None:
+    def __init__(
+        self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0
+    ) -> None:
         self.interval, self.alpha, self.steps = interval, alpha, 0
         copied = copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
         pairs = ((each, policy.get_parameter(name)) for name, each in copied.named_parameters())

@@ -1,7 +1,9 @@
-"""The state of training by name, so that it does not depend on the number of ranks, or on what is sharded over them.
+"""The state of training by name, so that it does not depend on the number of ranks, or on what is
+sharded over them.
 
-`torch.distributed.checkpoint.state_dict` would cast an optimizer's state to the dtype of the parameters, and take a
-step, which counts, with one that has taken none. Here a state is any number of tensors of any dtype, and of numbers.
+`torch.distributed.checkpoint.state_dict` would cast an optimizer's state to the dtype of the
+parameters, and take a step, which counts, with one that has taken none. Here a state is any number
+of tensors of any dtype, and of numbers.
 """
 
 import io
@@ -18,17 +20,27 @@ from torch.optim import Optimizer
 
 
 def trained_state(policy: nn.Module) -> dict[str, Tensor]:
-    """The parameters that training changes, and all buffers, each once. Frozen parameters come from the model's own
-    files. Where the policy is sharded, so are these."""
+    """The parameters that training changes, and all buffers, each once. Frozen parameters come from
+    the model's own files. Where the policy is sharded, so are these."""
     state = policy.state_dict(keep_vars=True)
-    trained = {name for name, tensor in policy.named_parameters(remove_duplicate=False) if tensor.requires_grad}
+    trained = {
+        name
+        for name, tensor in policy.named_parameters(remove_duplicate=False)
+        if tensor.requires_grad
+    }
     buffers = {name for name, _ in policy.named_buffers(remove_duplicate=False)}
     assert trained <= state.keys()
     first = {id(tensor): name for name, tensor in reversed(state.items())}  # of tied weights
-    return {name: state[name] for name in state if name in trained | buffers and first[id(state[name])] == name}
+    return {
+        name: state[name]
+        for name in state
+        if name in trained | buffers and first[id(state[name])] == name
+    }
 
 
-def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def capture(
+    policy: nn.Module, parts: Mapping[str, Stateful]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """All tensors by name, and the rest of the state, which is the same on every rank.
 
     Raises:
@@ -43,10 +55,15 @@ def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str,
             continue
         tensors |= _tensors_of(stateful, part, names)
         numbers = {
-            names[parameter]: {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+            names[parameter]: {
+                key: value for key, value in state.items() if not isinstance(value, Tensor)
+            }
             for parameter, state in stateful.state.items()
         }
-        groups = [{**group, "params": [names[each] for each in group["params"]]} for group in stateful.param_groups]
+        groups = [
+            {**group, "params": [names[each] for each in group["params"]]}
+            for group in stateful.param_groups
+        ]
         rest[part] = {"numbers": numbers, "groups": groups}
     return tensors, rest
 
@@ -68,23 +85,35 @@ def _tensors_of(optimizer: Optimizer, part: str, names: Mapping[Tensor, str]) ->
 
 
 def _components(path: str, tensor: Tensor) -> dict[str, Tensor]:
-    """The tensor by its path, or the parts of a tensor subclass, such as those of 8-bit optimizers. Their sizes depend
-    on the shard, so each is saved for itself."""
+    """The tensor by its path, or the parts of a tensor subclass, such as those of 8-bit optimizers.
+    Their sizes depend on the shard, so each is saved for itself."""
     local: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not hasattr(local, "__tensor_flatten__"):
         return {path: tensor}
     if isinstance(tensor, DTensor):
-        place = zip(tensor.device_mesh.shape, tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
-        path += "".join(f"@{at}of{size}" for size, placement, at in place if not placement.is_replicate())
+        place = zip(
+            tensor.device_mesh.shape,
+            tensor.placements,
+            tensor.device_mesh.get_coordinate() or (),
+            strict=True,
+        )
+        path += "".join(
+            f"@{at}of{size}" for size, placement, at in place if not placement.is_replicate()
+        )
     return {f"{path}.{name}": getattr(local, name) for name in local.__tensor_flatten__()[0]}
 
 
 def restore(
-    policy: nn.Module, parts: Mapping[str, Stateful], rest: Mapping[str, Any], saved: Mapping[str, Any]
+    policy: nn.Module,
+    parts: Mapping[str, Stateful],
+    rest: Mapping[str, Any],
+    saved: Mapping[str, Any],
 ) -> dict[str, Tensor]:
-    """Restore the ``rest`` of a captured state, and return the tensors in use, to be filled by the caller.
+    """Restore the ``rest`` of a captured state, and return the tensors in use, to be filled by the
+    caller.
 
-    An optimizer makes its tensors in a step without a gradient, after which the weights, too, are to be filled.
+    An optimizer makes its tensors in a step without a gradient, after which the weights, too, are
+    to be filled.
 
     Args:
         saved: size and dtype of each tensor, see `torch.distributed.checkpoint.metadata`.
@@ -115,7 +144,9 @@ def restore(
             name, _, key = path.removeprefix(f"{part}/").rpartition("/")
             weight, size, dtype = parameters[name], saved[path].size, saved[path].properties.dtype
             like = weight if size == weight.shape else torch.empty(size, device=weight.device)
-            tensors[path] = stateful.state[weight][key] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            tensors[path] = stateful.state[weight][key] = torch.empty_like(
+                like, dtype=dtype, requires_grad=False
+            )
         targets |= tensors
         for group, before in zip(stateful.param_groups, rest[part]["groups"], strict=True):
             assert [names[each] for each in group["params"]] == before["params"]
@@ -136,7 +167,8 @@ def random_state() -> dict[str, Any]:
     name, keys, *rest = cast(tuple[Any, ...], numpy.random.get_state(legacy=True))
     return {
         "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],  # of this rank's device
+        # of this rank's device
+        "cuda": [torch.cuda.get_rng_state()] if torch.cuda.is_available() else [],
         "numpy": (name, keys.tolist(), *rest),
         "python": random.getstate(),
     }

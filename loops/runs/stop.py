@@ -1,4 +1,6 @@
-"""Stop a run at a signal: the current step is finished and saved, and the exit status names the signal."""
+"""Stop a run at a signal: the current step is finished and saved, and the exit status names the
+signal.
+"""
 
 import os
 import signal
@@ -7,22 +9,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-# A shell's exit status for a signal; 75 is EX_TEMPFAIL, on which a batch system queues the job again.
+# A shell's exit status for a signal; 75 is EX_TEMPFAIL, on which a batch system queues the job
+# again.
 STATUS = {"SIGUSR1": 75, "SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143}
 
 _catching: set[signal.Signals] = set()
 
 
 class Stopped(SystemExit):
-    """A signal ended the run after a whole step, which was saved. Uncaught, it ends the process with ``code``."""
+    """A signal ended the run after a whole step, which was saved. Uncaught, it ends the process
+    with ``code``.
+    """
 
 
 @contextmanager
 def signals(*, visible: bool) -> Iterator[dict[str, float]]:
-    """Catch the signals of `STATUS`; yields a count for each, 1 for the first that arrives and 0 for the others.
+    """Catch the signals of `STATUS`; yields a count for each, 1 for the first that arrives and 0
+    for the others.
 
-    A second SIGINT has its usual effect. A handler that the program has set itself stays, as do signals that are
-    ignored; outside of the main thread none is caught.
+    A second SIGINT has its usual effect. A handler that the program has set itself stays, as do
+    signals that are ignored; outside of the main thread none is caught.
 
     Args:
         visible: acknowledge a signal on standard error.
@@ -42,7 +48,10 @@ def signals(*, visible: bool) -> Iterator[dict[str, float]]:
             received[caught.name] = 1.0
             if visible:  # `print` may have been interrupted itself
                 with suppress(OSError):  # Ctrl-C also ends what reads a pipe
-                    os.write(2, f"{caught.name}: stops after this step; a second SIGINT ends it at once\n".encode())
+                    os.write(
+                        2,
+                        f"{caught.name}: stops after this step; a second SIGINT ends it at once\n".encode(),
+                    )
 
     if threading.current_thread() is threading.main_thread():
         usual = (signal.SIG_DFL, signal.default_int_handler)
@@ -60,5 +69,10 @@ def signals(*, visible: bool) -> Iterator[dict[str, float]]:
 
 
 def ends_the_run(caught: signal.Signals) -> bool:
-    """Whether this signal would end the run, or the process, if its handler could run: not one of the program's own."""
-    return caught in _catching or signal.getsignal(caught) in (signal.SIG_DFL, signal.default_int_handler)
+    """Whether this signal would end the run, or the process, if its handler could run: not one of
+    the program's own.
+    """
+    return caught in _catching or signal.getsignal(caught) in (
+        signal.SIG_DFL,
+        signal.default_int_handler,
+    )

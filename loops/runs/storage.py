@@ -1,7 +1,9 @@
-"""A directory of shards that is complete or absent: written aside by all ranks, checksummed, renamed into place.
+"""A directory of shards that is complete or absent: written aside by all ranks, checksummed,
+renamed into place.
 
-`torch.distributed.checkpoint` divides the tensors between the ranks, calls the writer on each, and raises the errors of
-any on all. Shards are safetensors files that its HuggingFaceStorageReader reads, on any number of ranks.
+`torch.distributed.checkpoint` divides the tensors between the ranks, calls the writer on each, and
+raises the errors of any on all. Shards are safetensors files that its HuggingFaceStorageReader
+reads, on any number of ranks.
 """
 
 import errno
@@ -31,19 +33,29 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class DirectoryWriter(FileSystemWriter):
-    """Writes the shard of this rank and its other ``files``; the main process renames the directory when all are there.
+    """Writes the shard of this rank and its other ``files``; the main process renames the directory
+    when all are there.
 
-    The format is that of HuggingFaceStorageWriter, which copies all tensors before it writes the first.
+    The format is that of HuggingFaceStorageWriter, which copies all tensors before it writes the
+    first.
 
     Args:
         final: the directory, which appears when it is whole.
         files: contents of further files of this rank, by name.
-        finished: called on the main process when the directory is there, while the others wait for it.
+        finished: called on the main process when the directory is there, while the others wait for
+            it.
     """
 
-    def __init__(self, final: Path, files: Mapping[str, memoryview], finished: Callable[[], None]) -> None:
+    def __init__(
+        self, final: Path, files: Mapping[str, memoryview], finished: Callable[[], None]
+    ) -> None:
         super().__init__(final.with_name(f".partial-{final.name}"))
-        self.final, self.partial, self.files, self.finished = final, Path(self.path), files, finished
+        self.final, self.partial, self.files, self.finished = (
+            final,
+            Path(self.path),
+            files,
+            finished,
+        )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -57,7 +69,9 @@ class DirectoryWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On each rank; the result carries the SHA-256 of its files to the main process."""
-        digests = {name: write(self.partial / name, [content]) for name, content in self.files.items()}
+        digests = {
+            name: write(self.partial / name, [content]) for name, content in self.files.items()
+        }
         if plan.items:
             shard = f"shard-{self.rank}.safetensors"
             digests[shard] = write(self.partial / shard, _safetensors(plan.items, planner))
@@ -70,7 +84,10 @@ class DirectoryWriter(FileSystemWriter):
         digests: dict[str, str] = {}
         for (result,) in results:
             digests |= result.storage_data
-        write(self.partial / "manifest.json", [json.dumps(dict(sorted(digests.items())), indent=2).encode()])
+        write(
+            self.partial / "manifest.json",
+            [json.dumps(dict(sorted(digests.items())), indent=2).encode()],
+        )
         sync(self.partial)
         remove(self.final)  # a damaged one of the same step
         self.partial.rename(self.final)
@@ -86,11 +103,16 @@ def _safetensors(items: list[WriteItem], planner: SavePlanner) -> Iterator[bytes
     # Larger elements first, so that all are aligned.
     items = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
     for item in items:
-        assert item.tensor_data is not None and item.index.fqn not in tensors  # one part of a tensor on each rank
+        # one part of a tensor on each rank
+        assert item.tensor_data is not None and item.index.fqn not in tensors
         chunk, begin = item.tensor_data.chunk, end
         end += math.prod(chunk.sizes) * _dtype(item).itemsize
         name = _NAMES[_dtype(item)]
-        tensors[item.index.fqn] = {"dtype": name, "shape": list(chunk.sizes), "data_offsets": [begin, end]}
+        tensors[item.index.fqn] = {
+            "dtype": name,
+            "shape": list(chunk.sizes),
+            "data_offsets": [begin, end],
+        }
         offsets[item.index.fqn] = {"saved_offsets": list(chunk.offsets)}
     about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     header = json.dumps({"__metadata__": about, **tensors}).encode()
@@ -108,7 +130,9 @@ def _dtype(item: WriteItem) -> torch.dtype:
 
 
 def write(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Write the file and flush it to the disk; returns its SHA-256, computed in another thread meanwhile."""
+    """Write the file and flush it to the disk; returns its SHA-256, computed in another thread
+    meanwhile.
+    """
     sha256 = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
         for piece in pieces:
@@ -129,7 +153,9 @@ def remove_partial(parent: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, or a link to one, if there is one; a warning says why it can't be removed."""
+    """Remove a directory, or a link to one, if there is one; a warning says why it can't be
+    removed.
+    """
     try:
         if os.path.lexists(path):
             path.unlink() if path.is_symlink() else shutil.rmtree(path)
@@ -141,7 +167,9 @@ def damage(path: Path, share: slice) -> str | None:
     """Describe what is wrong with this share of the files of a directory; None if nothing is."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
+        if not isinstance(manifest, dict) or not all(
+            isinstance(digest, str) for digest in manifest.values()
+        ):
             return "manifest.json is not one"
         if "state.pt" not in manifest:
             return "manifest.json names no state.pt"

@@ -1,7 +1,9 @@
-"""Log to Accelerate's trackers: the configuration, metrics under TRL's names, and completions as tables.
+"""Log to Accelerate's trackers: the configuration, metrics under TRL's names, and completions as
+tables.
 
-A metric of training is under ``train/``, one of held-out data under ``eval/``, as in transformers' Trainer, so that
-runs of both share a panel. ``metrics.jsonl`` has the same numbers under the names of burnish.
+A metric of training is under ``train/``, one of held-out data under ``eval/``, as in transformers'
+Trainer, so that runs of both share a panel. ``metrics.jsonl`` has the same numbers under the names
+of burnish.
 """
 
 import json
@@ -34,14 +36,17 @@ _PRIVATE = "vllm.environment"  # may hold keys
 
 
 def open_trackers(accelerator: Accelerator, config: Common, start: int) -> None:
-    """Start the configured trackers under the project and the name of the run, and give them the configuration.
-    TensorBoard hides what an earlier process logged after the step ``start``, from which the run resumes.
+    """Start the configured trackers under the project and the name of the run, and give them the
+    configuration. TensorBoard hides what an earlier process logged after the step ``start``, from
+    which the run resumes.
 
     Raises:
         ValueError: if one of them does not start, for example without a login.
     """
     name = config.run_name or Path(config.output or "burnish").name
-    named: dict[str, dict[str, Any]] = {tracker: {argument: name} for tracker, argument in _RUN_NAME.items()}
+    named: dict[str, dict[str, Any]] = {
+        tracker: {argument: name} for tracker, argument in _RUN_NAME.items()
+    }
     named["tensorboard"] = {"purge_step": start + (start > 0)}
     tensorboard = [str(tracker) for tracker in accelerator.log_with] == ["tensorboard"]
     # TensorBoard makes a directory for the project, besides the one that it is already in.
@@ -51,7 +56,9 @@ def open_trackers(accelerator: Accelerator, config: Common, start: int) -> None:
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Settings as a flat mapping of numbers and texts, groups joined by a dot, without possible secrets."""
+    """Settings as a flat mapping of numbers and texts, groups joined by a dot, without possible
+    secrets.
+    """
     levelled: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():
         name, value = f"{prefix}{key}", vars(value) if is_dataclass(value) else value
@@ -59,32 +66,55 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int 
             levelled |= flat(value, f"{name}.")
         elif name != _PRIVATE:
             value = redacted(value, key)
-            levelled[name] = value if isinstance(value, bool | int | float | str) else json.dumps(value, default=str)
+            levelled[name] = (
+                value
+                if isinstance(value, bool | int | float | str)
+                else json.dumps(value, default=str)
+            )
     return levelled
 
 
 def for_trackers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics under the names of TRL: ``train/loss``, ``eval/loss``, ``train/clip_ratio/low_mean``."""
+    """Metrics under the names of TRL: ``train/loss``, ``eval/loss``,
+    ``train/clip_ratio/low_mean``.
+    """
     named = {}
     for name, value in metrics.items():
-        kind, plain = ("eval", name.removeprefix("eval/")) if name.startswith("eval/") else ("train", name)
+        kind, plain = (
+            ("eval", name.removeprefix("eval/")) if name.startswith("eval/") else ("train", name)
+        )
         named[f"{kind}/{RENAMED.get(plain, plain)}"] = value
     return {**named, "train/global_step": step}
 
 
 def log_table(
-    trackers: Sequence[Any], name: str, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+    trackers: Sequence[Any],
+    name: str,
+    step: int,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[Any]],
 ) -> None:
-    """Show rows of text in the trackers that have tables, or text: wandb, trackio, clearml, tensorboard."""
+    """Show rows of text in the trackers that have tables, or text: wandb, trackio, clearml,
+    tensorboard.
+    """
     for tracker in trackers:
         if tracker.name == "tensorboard":
-            cells = [[str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in rows]
-            text = "\n".join(f"| {' | '.join(row)} |" for row in (columns, ["--"] * len(columns), *cells))
+            cells = [
+                [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
+                for row in rows
+            ]
+            text = "\n".join(
+                f"| {' | '.join(row)} |" for row in (columns, ["--"] * len(columns), *cells)
+            )
             tracker.writer.add_text(name, text, step)
         elif tracker.name == "trackio":
             import pandas
             import trackio
 
-            tracker.log({name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))})
+            tracker.log(
+                {name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))}
+            )
         elif hasattr(tracker, "log_table"):
-            tracker.log_table(name, columns=list(columns), data=[list(map(str, row)) for row in rows])
+            tracker.log_table(
+                name, columns=list(columns), data=[list(map(str, row)) for row in rows]
+            )

@@ -37,7 +37,9 @@ from .storage import sync
 
 log = logging.getLogger(__name__)
 
-_RESULTS = [f"{kind}{path}" for kind in ("model", "adapter", "critic") for path in ("", "/**/*")] + ["*.safetensors"]
+_RESULTS = [
+    f"{kind}{path}" for kind in ("model", "adapter", "critic") for path in ("", "/**/*")
+] + ["*.safetensors"]
 
 
 @dataclass(eq=False)
@@ -62,22 +64,24 @@ class _Running:
 
 @dataclass(repr=False)
 class Training:
-    """A run that is ready. Its steps are taken while it is iterated over, or all of them by `train`.
+    """A run that is ready. Its steps are taken while it is iterated over, or all of them by
+    `train`.
 
         for step in training:       # a `StepResult`: number and metrics
             ...                     # your own code; `break` ends the run
 
-    Metrics that the body adds to ``step.metrics`` are logged, too; then the step is saved, if it is due. A loop that is
-    left early, by ``break``, ``return`` or an error, ends the run in order: with a checkpoint of that step and with the
-    model as it is. With several ranks, one that leaves its loop ends all of them after the same step. With ``resume`` a
-    run continues after the last saved step, whose body has run.
+    Metrics that the body adds to ``step.metrics`` are logged, too; then the step is saved, if it is
+    due. A loop that is left early, by ``break``, ``return`` or an error, ends the run in order:
+    with a checkpoint of that step and with the model as it is. With several ranks, one that leaves
+    its loop ends all of them after the same step. With ``resume`` a run continues after the last
+    saved step, whose body has run.
 
     Attributes:
         context: the `RunContext`: what is trained, on which ranks, and its settings.
         losses: all losses, including those that are only measured.
         read: computes the tensors of a batch that the losses take.
-        feed: ``feed(step)`` gives the micro-batches of a step; see `StepFeed`. It is closed at the end of the run,
-            however the run ends, or when the run is garbage-collected.
+        feed: ``feed(step)`` gives the micro-batches of a step; see `StepFeed`. It is closed at the
+            end of the run, however the run ends, or when the run is garbage-collected.
         save: writes further results beside the model; every rank calls it.
         state: what a checkpoint holds, as `checkpoint.save` takes it.
         start, step: number of steps taken by the run that is resumed, and in all.
@@ -111,17 +115,24 @@ class Training:
         self._feed_seconds = 0.0
         self.best: int | None = None
         self.lowest = math.inf  # or the negative of the highest
-        # Read on one rank: what the others see of a shared disk may be older, and they save together or not at all.
+        # Read on one rank: what the others see of a shared disk may be older, and they save
+        # together or not at all.
         self.best, self.lowest = from_main(context.accelerator, self._find_best)
         self._unused = weakref.finalize(self, _drop, self.feed)  # unless it is iterated over
 
     def _compare_data(self) -> None:
-        """Raise ValueError if ranks have other rows than each other, or other revisions of a model on the Hub."""
+        """Raise ValueError if ranks have other rows than each other, or other revisions of a model
+        on the Hub.
+        """
         context = self.context
-        self.state["data"], *held_out = (digest(each) for each in (context.data, context.eval_data) if each is not None)
+        self.state["data"], *held_out = (
+            digest(each) for each in (context.data, context.eval_data) if each is not None
+        )
         revision = getattr(context.model.plain.config, "_commit_hash", None)
         barrier()  # a rank that has ended is named there
-        rows, revisions = zip(*gather_object([((self.state["data"], *held_out), revision)]), strict=True)
+        rows, revisions = zip(
+            *gather_object([((self.state["data"], *held_out), revision)]), strict=True
+        )
         if len(set(rows)) > 1:
             raise ValueError(
                 "data: the rows differ between ranks, so that some would be trained on twice and others never; give "
@@ -135,7 +146,9 @@ class Training:
             )
 
     def _find_best(self) -> tuple[int | None, float]:
-        """On the main process, the best of the run that is resumed, and its value: of the steps that are saved."""
+        """On the main process, the best of the run that is resumed, and its value: of the steps
+        that are saved.
+        """
         for line in written(self.directory, self.start):
             if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
                 self._is_best(line["step"], line)
@@ -156,7 +169,9 @@ class Training:
         if step:
             optimizers.follow(self.state["parts"]["schedule"])
         elif self.context.accelerator.is_main_process:
-            log.warning("resume: there is nothing to resume in %s, so the run begins anew", self.directory)
+            log.warning(
+                "resume: there is nothing to resume in %s, so the run begins anew", self.directory
+            )
         return step
 
     def __repr__(self) -> str:
@@ -183,7 +198,8 @@ class Training:
 
         Raises:
             CheckpointError: if a checkpoint, or the model, could not be written.
-            Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is saved.
+            Stopped: after the step in which SIGINT, SIGTERM or SIGUSR1 reached any rank, which is
+                saved.
         """
         config = self.context.config
         self._use_once()
@@ -204,7 +220,9 @@ class Training:
                     except GeneratorExit:
                         left = True
                     self._restore_accelerate()
-                    votes = self._vote(run, to_save=to_save, left=left, busy=self._feed_seconds + step.busy)
+                    votes = self._vote(
+                        run, to_save=to_save, left=left, busy=self._feed_seconds + step.busy
+                    )
                     run.log(step.number, self.metrics)
                     if votes["failed"]:
                         run.saver.wait()  # raises its error
@@ -230,7 +248,9 @@ class Training:
 
     @contextmanager
     def _running(self) -> Iterator[_Running]:
-        """Watch the other ranks, catch signals, lock the directory, open the journal, and wait for checkpoints."""
+        """Watch the other ranks, catch signals, lock the directory, open the journal, and wait for
+        checkpoints.
+        """
         context, accelerator, config = self.context, self.context.accelerator, self.context.config
         epoch = float(self.steps_per_epoch)
         with (
@@ -238,7 +258,14 @@ class Training:
             stop.signals(visible=accelerator.is_main_process) as received,
             lock_directory(config, context.description, accelerator),
             recorded(self) as entry,
-            journal(self.directory, self.start, self.feed.steps, accelerator, config, steps_per_epoch=epoch) as log,
+            journal(
+                self.directory,
+                self.start,
+                self.feed.steps,
+                accelerator,
+                config,
+                steps_per_epoch=epoch,
+            ) as log,
             closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
         ):
             yield _Running(received, entry, log, saver, saved=monotonic())
@@ -260,7 +287,9 @@ class Training:
         )
 
     def _batches(self, step: int) -> Any:
-        """The micro-batches of a step, and how long this rank took for them besides waiting for others."""
+        """The micro-batches of a step, and how long this rank took for them besides waiting for
+        others.
+        """
         liveness.begin_step(step + 1)
         began, waited = perf_counter(), ranks.seconds_waited()
         with at("reading"):
@@ -277,9 +306,11 @@ class Training:
             self.context.synced.observe(self.metrics)
 
     def _vote(self, run: _Running, *, to_save: bool, left: bool, busy: float) -> dict[str, float]:
-        """Decide with all ranks what follows the step, by one sum: what happens on one of them ends the run on all.
+        """Decide with all ranks what follows the step, by one sum: what happens on one of them ends
+        the run on all.
 
-        Whether to save is for the main process to say. The time of each rank is added to the metrics.
+        Whether to save is for the main process to say. The time of each rank is added to the
+        metrics.
         """
         accelerator, minutes = self.context.accelerator, self.context.config.save_minutes
         clock = bool(minutes) and monotonic() - run.saved >= 60 * minutes
@@ -314,7 +345,8 @@ class Training:
         run.saver.wait()
         if run.signal is None or self.step >= self.feed.steps:
             self._load_best()
-            self.state["parts"]["optimizer"].eval()  # a schedule-free optimizer then leaves the weights to evaluate
+            # a schedule-free optimizer then leaves the weights to evaluate
+            self.state["parts"]["optimizer"].eval()
             with at("writing the model"):
                 self._save_model(run.entry)
         barrier()
@@ -322,7 +354,8 @@ class Training:
             self.context.accelerator.print(self.context.stream.accounting)
 
     def _load_best(self) -> None:
-        """Take back the weights of the best step, if the run is to end with them. Every rank calls it.
+        """Take back the weights of the best step, if the run is to end with them. Every rank calls
+        it.
 
         Raises:
             CheckpointError: if the checkpoint of that step is damaged.
@@ -349,12 +382,18 @@ class Training:
         raise stopped
 
     def _describe(self, step: int, micro_batches: list[int]) -> str:
-        """Name rows of these micro-batches of all ranks; if there are none, rows of the whole step."""
+        """Name rows of these micro-batches of all ranks; if there are none, rows of the whole
+        step.
+        """
         plan = self.feed.plan(step)
         if not any(gather_object(plan)):  # a feed of the caller's own that plans nothing
             return "look at what its feed gave"
         examples = gather_object([index for i in micro_batches for index in plan[i]])
-        what = "the loss is not finite in a micro-batch of" if examples else "its losses are finite, and its rows are"
+        what = (
+            "the loss is not finite in a micro-batch of"
+            if examples
+            else "its losses are finite, and its rows are"
+        )
         examples = examples or gather_object([index for part in plan for index in part])
         return f"{what} {from_main(self.context.accelerator, lambda: self.context.name_rows(step, examples))}"
 
@@ -369,7 +408,9 @@ class Training:
         return len(self.context.data) / rows_per_step
 
     def _due(self, step: int, every: Interval | None) -> bool:
-        """True after the last step, and after each one that an interval of the settings ends with."""
+        """True after the last step, and after each one that an interval of the settings ends
+        with.
+        """
         if step == self.feed.steps:
             return True
         if every is None:
@@ -380,26 +421,35 @@ class Training:
         return step % period == 0
 
     def evaluate(self, rows: Any = None) -> dict[str, float]:
-        """The metrics ``eval/...`` of the model as it is, on ``eval_data`` or on these rows. Every rank calls it.
+        """The metrics ``eval/...`` of the model as it is, on ``eval_data`` or on these rows. Every
+        rank calls it.
 
         Args:
-            rows: what ``eval_data`` may be: a list of rows, a file, a Dataset. Not in online recipes.
+            rows: what ``eval_data`` may be: a list of rows, a file, a Dataset. Not in online
+                recipes.
 
         Raises:
-            ValueError: if there are neither rows nor ``eval_data``, or the recipe can't evaluate rows.
+            ValueError: if there are neither rows nor ``eval_data``, or the recipe can't evaluate
+                rows.
         """
         if rows is None and not self.feed.evaluates:
-            raise ValueError("evaluate: this run has no held-out data; give it some, eval_data=rows or eval_data=0.1")
+            raise ValueError(
+                "evaluate: this run has no held-out data; give it some, eval_data=rows or eval_data=0.1"
+            )
         self._restore_accelerate()
         with optimizers.evaluated_weights(self.state["parts"]["optimizer"], self.context.model):
             metrics = self.feed.evaluate(self._measure, rows)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def _measure(self, batches: list[Batch]) -> Mapping[str, float]:
-        return evaluate(self.context.accelerator, self.state["policy"], batches, self.objective, self.weightings)
+        return evaluate(
+            self.context.accelerator, self.state["policy"], batches, self.objective, self.weightings
+        )
 
     def _evaluate(self) -> bool:
-        """Add the metrics of held-out data, from which the schedule may learn; True if they are the best so far."""
+        """Add the metrics of held-out data, from which the schedule may learn; True if they are the
+        best so far.
+        """
         with at("evaluating"):
             held_out = self.evaluate() if self.feed.evaluates else {}
         schedule = self.state["parts"]["schedule"]
@@ -409,7 +459,8 @@ class Training:
         return self._is_best(self.step, held_out)
 
     def _is_best(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """True if an evaluation after ``step`` has the lowest ``keep_best`` so far, or with ``max:`` the highest.
+        """True if an evaluation after ``step`` has the lowest ``keep_best`` so far, or with
+        ``max:`` the highest.
 
         Raises:
             ValueError: before the first step, if there is no such metric.
@@ -425,7 +476,9 @@ class Training:
         return better
 
     def _save_model(self, entry: Mapping[str, Any]) -> None:
-        """Write the model, its card and the curves; ``entry`` is what the record has of this start."""
+        """Write the model, its card and the curves; ``entry`` is what the record has of this
+        start.
+        """
         if self.directory is None:
             return
         main = self.context.accelerator.is_main_process
@@ -472,7 +525,10 @@ def stragglers(seconds: Sequence[float]) -> dict[str, float]:
     ranks/excess_seconds    by how much longer than the median rank
     """
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
-    return {"ranks/slowest": float(slowest), "ranks/excess_seconds": seconds[slowest] - statistics.median_low(seconds)}
+    return {
+        "ranks/slowest": float(slowest),
+        "ranks/excess_seconds": seconds[slowest] - statistics.median_low(seconds),
+    }
 
 
 def _drop(feed: StepFeed) -> None:

@@ -2,10 +2,11 @@
 
     total = dpo + 0.2 · nll + 0.1 · distillation        {name: Term(function, coefficient, ...)}
 
-The signature of an objective names its tensors and their units: ``chosen: PerPair`` is the log-prob of the chosen
-completion of each pair, ``logp: PerToken`` that of each trained token, ``logp: PerSequence`` that of each completion.
-The tensors of a batch are stored under such names and units, and each loss takes its own, all from one forward pass.
-``objectives/SIGNATURES.md`` lists them.
+The signature of an objective names its tensors and their units: ``chosen: PerPair`` is the log-prob
+of the chosen completion of each pair, ``logp: PerToken`` that of each trained token,
+``logp: PerSequence`` that of each completion. The tensors of a batch are stored under such names
+and units, and each loss takes its own, all from one forward pass. ``objectives/SIGNATURES.md``
+lists them.
 """
 
 import inspect
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...kernels import Extra
-from ...objectives import PerPair, PerToken, Stats, sequence_length, sequence_mean, sequence_sum, wpo_weight
+from ...objectives import (
+    PerPair,
+    PerToken,
+    Stats,
+    sequence_length,
+    sequence_mean,
+    sequence_sum,
+    wpo_weight,
+)
 from ..batch import Batch, Weighting, Weightings, completion_mean, pair_mean, token_mean
 from ..models.lm_head import Outputs, TeacherOutputs
 from .step import Objective, loss_and_stats
@@ -33,17 +42,25 @@ CHOSEN, REJECTED = 0, 1
 
 def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     """The tensors of a loss: its positional parameters."""
-    parameters = inspect.signature(getattr(function, "func", function), eval_str=True).parameters.values()
-    return [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    parameters = inspect.signature(
+        getattr(function, "func", function), eval_str=True
+    ).parameters.values()
+    return [
+        parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
 
 
 def units_of(function: Any) -> dict[str, str | None]:
     """The unit of each tensor of a loss, by name; None without an annotation that says it."""
-    return {parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)}
+    return {
+        parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)
+    }
 
 
 def _unit(annotation: Any) -> str | None:
-    """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the whole step."""
+    """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the
+    whole step.
+    """
     for kind in (annotation, *get_args(annotation)):
         if hasattr(kind, "dim_str"):
             return str(kind.dim_str).strip(" *")
@@ -55,7 +72,8 @@ class Term:
     """One loss of a mix.
 
     Attributes:
-        function: an objective of `burnish.objectives`, or one of the same form, with its hyper-parameters bound.
+        function: an objective of `burnish.objectives`, or one of the same form, with its
+            hyper-parameters bound.
         coefficient: 0 measures without training.
         weighting: weight of each unit; by default every token, completion or pair counts the same.
         of: completions to which a loss with one entry per token or completion applies.
@@ -69,11 +87,14 @@ class Term:
     of: int | str | None = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
-    _inputs: list[tuple[inspect.Parameter, str]] = field(init=False, repr=False, compare=False)  # and their units
+    # and their units
+    _inputs: list[tuple[inspect.Parameter, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise ValueError(f"Term: wanted a function of burnish.objectives or your own, got {self.function!r:.80}")
+            raise ValueError(
+                f"Term: wanted a function of burnish.objectives or your own, got {self.function!r:.80}"
+            )
         if not isinstance(self.coefficient, int | float):
             raise ValueError(
                 f"Term: the coefficient must be a number, got {self.coefficient!r:.80}; a weighting is "
@@ -84,7 +105,10 @@ class Term:
                 f"Term: the weighting must be a function of a batch, such as burnish.loops.token_mean, "
                 f"got {self.weighting!r:.80}"
             )
-        inputs = [(parameter, _unit(parameter.annotation) or "") for parameter in tensor_parameters(self.function)]
+        inputs = [
+            (parameter, _unit(parameter.annotation) or "")
+            for parameter in tensor_parameters(self.function)
+        ]
         object.__setattr__(self, "_inputs", inputs)
 
     @cached_property
@@ -92,7 +116,9 @@ class Term:
         """Unit of the loss's entries, from its return annotation: tokens, sequences or pairs."""
         returned = get_args(inspect.signature(self.function, eval_str=True).return_annotation)
         if len(returned) != 2:
-            raise ValueError(f"{self.function}: wanted a return annotation with its unit, as -> tuple[PerPair, Stats]")
+            raise ValueError(
+                f"{self.function}: wanted a return annotation with its unit, as -> tuple[PerPair, Stats]"
+            )
         return _unit(returned[0]) or ""
 
     @cached_property
@@ -182,7 +208,9 @@ def weightings(losses: Mapping[str, Term]) -> Weightings:
 def _check_terms(who: str, losses: Mapping[str, Term]) -> None:
     for name, term in losses.items():
         if not isinstance(term, Term):
-            raise ValueError(f"{who}: wanted a Term for the loss {name}, got {term!r:.80}; make it one: Term({name})")
+            raise ValueError(
+                f"{who}: wanted a Term for the loss {name}, got {term!r:.80}; make it one: Term({name})"
+            )
 
 
 def _check_policy(who: str, wanted: str, policy: nn.Module) -> None:
@@ -208,8 +236,12 @@ def tensors_needed(losses: Mapping[str, Term]) -> set[str]:
 
 
 def needs_teacher(losses: Mapping[str, Term]) -> bool:
-    """Whether a loss takes the divergence from a teacher, of tokens or summed over the completions of a pair."""
-    return not {"divergence", "divergence_chosen", "divergence_rejected"}.isdisjoint(tensors_needed(losses))
+    """Whether a loss takes the divergence from a teacher, of tokens or summed over the completions
+    of a pair.
+    """
+    return not {"divergence", "divergence_chosen", "divergence_rejected"}.isdisjoint(
+        tensors_needed(losses)
+    )
 
 
 def outputs_for(losses: Mapping[str, Term]) -> tuple[Extra, ...]:
@@ -232,15 +264,18 @@ def policy_tensors(
     pairs: bool = False,
     temperature: float = 1.0,
 ) -> TensorReader:
-    """The policy's tensors per token, per completion and per pair, under the names of the objectives.
+    """The policy's tensors per token, per completion and per pair, under the names of the
+    objectives.
 
     Args:
         reference: log-probs [tokens] of the reference policy, for the tensors named ``ref_...``.
         reduce: reduces the log-probs of tokens to one per completion; the default is their sum.
-        score: maps log-ratios of pairs to f-divergence scores, see `burnish.objectives.f_divergence_score`.
+        score: maps log-ratios of pairs to f-divergence scores, see
+            `burnish.objectives.f_divergence_score`.
         teacher: a teacher's outputs for the batch, for the tensor ``divergence``.
-        outputs: further outputs of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for label smoothing;
-            "log_sum_squares" gives ``wpo``, the weight of each completion and of each pair, a product of two.
+        outputs: further outputs of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for
+            label smoothing; "log_sum_squares" gives ``wpo``, the weight of each completion and of
+            each pair, a product of two.
         pairs: whether the examples are pairs of a chosen and a rejected completion.
         temperature: of the policy's softmax, the one that completions were sampled at.
     """
@@ -265,7 +300,9 @@ def policy_tensors(
             "ref_logp": None if reference is None else reference(batch),
             "sequence": batch.sequence,
         }
-        tensors: Tensors = {("tokens", name): value for name, value in of_tokens.items() if value is not None}
+        tensors: Tensors = {
+            ("tokens", name): value for name, value in of_tokens.items() if value is not None
+        }
         completions = len(batch.completion)
         for name in ("logp", "ref_logp"):
             of_token = tensors.get(("tokens", name))
@@ -276,7 +313,9 @@ def policy_tensors(
             else:
                 tensors["sequences", name] = reduce(of_token, batch)
         if forward.log_sum_squares is not None:
-            weight = wpo_weight(forward.logprob, forward.log_sum_squares, batch.sequence, completions)
+            weight = wpo_weight(
+                forward.logprob, forward.log_sum_squares, batch.sequence, completions
+            )
             tensors["sequences", "wpo"] = weight
         if pairs:
             mean = sequence_mean(forward.logprob, batch.sequence, completions)
@@ -289,10 +328,16 @@ def policy_tensors(
 
 
 def _tensors_of_pairs(tensors: Tensors, mean: Tensor, batch: Batch) -> Tensors:
-    """The tensors per pair from those per completion, and from the mean log-probs of completions."""
+    """The tensors per pair from those per completion, and from the mean log-probs of
+    completions.
+    """
     completions = len(batch.completion)
     logp = tensors["sequences", "logp"]
-    of_pairs = pair_tensors(logp, batch) | pair_tensors(logp, batch, "logp_") | pair_tensors(mean, batch, "mean_")
+    of_pairs = (
+        pair_tensors(logp, batch)
+        | pair_tensors(logp, batch, "logp_")
+        | pair_tensors(mean, batch, "mean_")
+    )
     length = sequence_length(batch.sequence, completions).to(logp.dtype)
     of_pairs |= pair_tensors(length, batch, "length_")
     if ("tokens", "divergence") in tensors:
@@ -307,7 +352,9 @@ def _tensors_of_pairs(tensors: Tensors, mean: Tensor, batch: Batch) -> Tensors:
 
 
 def _score_ratios(tensors: Tensors, score: Callable[[Tensor], Tensor]) -> None:
-    """Replace log-probs of pairs by the scores of their ratios, so that a loss's differences are of scores."""
+    """Replace log-probs of pairs by the scores of their ratios, so that a loss's differences are of
+    scores.
+    """
     for side in ("chosen", "rejected"):
         ratio = tensors["pairs", side] - tensors["pairs", f"ref_{side}"]
         tensors["pairs", side] = score(ratio)
@@ -315,7 +362,9 @@ def _score_ratios(tensors: Tensors, score: Callable[[Tensor], Tensor]) -> None:
 
 
 def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
-    """A scorer's tensors per step, per completion and per pair, under the names of the objectives."""
+    """A scorer's tensors per step, per completion and per pair, under the names of the
+    objectives.
+    """
     _check_policy("score_tensors", "Scorer", policy)
     score = policy(batch)
     tensors: Tensors = {("tokens", "logit"): score}
@@ -329,7 +378,10 @@ def score_tensors(policy: nn.Module, batch: Batch) -> Tensors:
 def pair_tensors(value: Tensor, batch: Batch, prefix: str = "") -> Tensors:
     """A value per completion as the two values of each pair."""
     sides = {"chosen": CHOSEN, "rejected": REJECTED}
-    return {("pairs", f"{prefix}{side}"): value[batch.completion == index] for side, index in sides.items()}
+    return {
+        ("pairs", f"{prefix}{side}"): value[batch.completion == index]
+        for side, index in sides.items()
+    }
 
 
 _SOURCES = {  # the arguments that provide tensors which a loss may lack
@@ -346,7 +398,14 @@ _SOURCES = {  # the arguments that provide tensors which a loss may lack
     "a policy with a value_head or a critic": ("value",),
     "score_tensors": ("logit",),
     "score_tensors, with one marked token per completion,": ("score", "group"),
-    "an online recipe": ("old_logp", "sampled_logp", "start_logp", "old_value", "advantage", "correction"),
+    "an online recipe": (
+        "old_logp",
+        "sampled_logp",
+        "start_logp",
+        "old_value",
+        "advantage",
+        "correction",
+    ),
 }
 # All tensors that recipes compute, by name.
 TENSORS = {"logp", "teacher_logp", "entropy", "logsumexp", "sequence", "kl", "delta", "target"}

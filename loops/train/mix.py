@@ -1,4 +1,6 @@
-"""The losses that a configuration can name, and the mixes of them: hyper-parameters, ranges, weightings."""
+"""The losses that a configuration can name, and the mixes of them: hyper-parameters, ranges,
+weightings.
+"""
 
 import inspect
 import logging
@@ -29,23 +31,28 @@ def parse_losses(
     weighting: Callable[..., Weights] = token_mean,
     given: Collection[str] = (),
 ) -> dict[str, Term]:
-    """The losses of a configured mix: ``dpo``, or ``{dpo: 1, nll: {coefficient: 0.2, weighting: length_normalized}}``.
+    """The losses of a configured mix: ``dpo``, or
+    ``{dpo: 1, nll: {coefficient: 0.2, weighting: length_normalized}}``.
 
-    Your own is named ``module:function``, or is the function itself, in the form of `burnish.objectives`: positional
-    parameters are tensors, by name and annotation, or columns of the data; keyword-only ones are hyper-parameters.
+    Your own is named ``module:function``, or is the function itself, in the form of
+    `burnish.objectives`: positional parameters are tensors, by name and annotation, or columns of
+    the data; keyword-only ones are hyper-parameters.
 
-    Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean, length_normalized and
-    fixed_length (with its ``length``); ``of``, the completions it is applied to: all, chosen, rejected, or the name of
-    a bool column; and ``weight``, the name of a column that its units are weighted by.
+    Beside its hyper-parameters a loss may have ``coefficient``; ``weighting``, one of token_mean,
+    length_normalized and fixed_length (with its ``length``); ``of``, the completions it is applied
+    to: all, chosen, rejected, or the name of a bool column; and ``weight``, the name of a column
+    that its units are weighted by.
 
     Args:
         shared: hyper-parameters for every loss that has one of that name.
         known: the losses of this recipe, by name.
         of, weighting: defaults for losses with one entry per token.
-        given: names of the shared hyper-parameters that the user set: each must belong to at least one loss.
+        given: names of the shared hyper-parameters that the user set: each must belong to at least
+            one loss.
 
     Raises:
-        ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or out of range.
+        ValueError: if a name or a hyper-parameter is unknown, naming the nearest one there is, or
+            out of range.
     """
     if not mix:
         raise ValueError(f"loss: {mix!r} names no loss; there are {', '.join(sorted(known))}")
@@ -74,14 +81,18 @@ def _term(
     of: int | str | None,
     default: Callable[..., Weights],
 ) -> Term:
-    """One entry of a mix: ``nll: 0.2``, or ``nll: {coefficient: 0.2, weighting: length_normalized}``."""
+    """One entry of a mix: ``nll: 0.2``, or
+    ``nll: {coefficient: 0.2, weighting: length_normalized}``.
+    """
     name = loss_name(key)
     settings: dict[str, Any] = dict(entry) if isinstance(entry, Mapping) else {"coefficient": entry}
     coefficient = _coefficient(name, settings.pop("coefficient", 1.0))
     weighted_by: str | None = settings.pop("weight", None)
     function = _function(key, known)
     if coefficient < 0:
-        log.warning("loss: %s has the coefficient %s, so it is raised instead of lowered", name, coefficient)
+        log.warning(
+            "loss: %s has the coefficient %s, so it is raised instead of lowered", name, coefficient
+        )
     completions: int | str | None = of if Term(function).unit == "tokens" else None
     applies_to = settings.pop("of", None)
     if applies_to is not None:
@@ -113,7 +124,8 @@ def loss_name(loss: Any) -> str:
 
 
 def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
-    """The loss of this name; or that of ``module:function``, or the function itself, in the form of an objective.
+    """The loss of this name; or that of ``module:function``, or the function itself, in the form of
+    an objective.
 
     Raises:
         ValueError: if there is none, or it has another form.
@@ -150,7 +162,9 @@ def _shipped(name: str, known: Mapping[str, Loss]) -> Loss:
 def _annotated(name: str, signature: inspect.Signature, tensors: list[str]) -> str:
     """The head of a function with the annotations that it lacks."""
     annotation = "PerPair" if any("chosen" in tensor for tensor in tensors) else "PerToken"
-    numbers = [each.name for each in signature.parameters.values() if each.default is not each.empty]
+    numbers = [
+        each.name for each in signature.parameters.values() if each.default is not each.empty
+    ]
     parameters = [f"{tensor}: {annotation}" for tensor in tensors if tensor not in numbers]
     if numbers:
         parameters += ["*", *numbers]
@@ -174,7 +188,9 @@ def _weighting(
     return partial(weighted, weighting=weighting, by=by, unit=term.unit, of=term.of)
 
 
-def _named_weighting(name: str, term: Term, kind: Any, settings: dict[str, Any], *, has_weights: bool) -> Weighting:
+def _named_weighting(
+    name: str, term: Term, kind: Any, settings: dict[str, Any], *, has_weights: bool
+) -> Weighting:
     """The weighting of tokens of this name; removes its ``length`` from ``settings``."""
     if term.unit != "tokens" or kind not in tuple(WEIGHTINGS):
         raise ValueError(
@@ -184,45 +200,70 @@ def _named_weighting(name: str, term: Term, kind: Any, settings: dict[str, Any],
     if kind != "fixed_length":
         return partial(WEIGHTINGS[kind], of=term.of)
     if has_weights or "length" not in settings:
-        raise ValueError(f"loss: {name}: weighting fixed_length needs its length, and takes no weight column")
+        raise ValueError(
+            f"loss: {name}: weighting fixed_length needs its length, and takes no weight column"
+        )
     return partial(fixed_length, of=term.of, length=settings.pop("length"))
 
 
-def _bind(name: str, function: Loss, shared: Mapping[str, Any], settings: Mapping[str, Any]) -> Loss:
-    """The function with its hyper-parameters: those of its ``settings``, or those ``shared`` by the mix."""
+def _bind(
+    name: str, function: Loss, shared: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Loss:
+    """The function with its hyper-parameters: those of its ``settings``, or those ``shared`` by the
+    mix.
+    """
     parameters = hyper_parameters(function)
     for parameter in settings:
         if parameter not in parameters:
             wanted = ", ".join(sorted(parameters)) or "none"
             raise ValueError(f"loss: {name} has no {parameter!r}; it has {wanted}")
-    bound = {parameter: value for parameter, value in {**shared, **settings}.items() if parameter in parameters}
+    bound = {
+        parameter: value
+        for parameter, value in {**shared, **settings}.items()
+        if parameter in parameters
+    }
     values = {name: parameter.default for name, parameter in parameters.items()} | bound
-    missing = sorted(parameter for parameter, value in values.items() if value is inspect.Parameter.empty)
+    missing = sorted(
+        parameter for parameter, value in values.items() if value is inspect.Parameter.empty
+    )
     if missing:
         example = ", ".join(f"{parameter}: ..." for parameter in missing)
-        raise ValueError(f"loss: {name} needs {', '.join(missing)}; give it with --loss_kwargs '{{{example}}}'")
+        raise ValueError(
+            f"loss: {name} needs {', '.join(missing)}; give it with --loss_kwargs '{{{example}}}'"
+        )
     for parameter, value in values.items():
         _check_range(name, parameter, parameters[parameter].annotation, value, values)
     return partial(function, **bound) if parameters else function
 
 
-def _check_range(name: str, parameter: str, annotation: Any, value: Any, values: Mapping[str, Any]) -> None:
+def _check_range(
+    name: str, parameter: str, annotation: Any, value: Any, values: Mapping[str, Any]
+) -> None:
     """Raise ValueError unless a hyper-parameter is what its annotation allows."""
     if get_origin(annotation) is Literal and value not in get_args(annotation):
         *others, last = get_args(annotation)
-        raise ValueError(f"{name}: {parameter} must be {', '.join(others)} or {last}, got {value!r}")
-    for allowed in getattr(annotation, "__metadata__", ()):  # a `Range`, which may depend on the other values
+        raise ValueError(
+            f"{name}: {parameter} must be {', '.join(others)} or {last}, got {value!r}"
+        )
+    # a `Range`, which may depend on the other values
+    for allowed in getattr(annotation, "__metadata__", ()):
         if not isinstance(value, int | float) or not allowed.holds(value, values):
             raise ValueError(f"{name}: {parameter} must be {allowed.words}, got {value}")
 
 
 def hyper_parameters(function: Any) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function, eval_str=True).parameters.values()
-    return {parameter.name: parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+    return {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
 
 
 def losses_of(module: ModuleType) -> dict[str, Loss]:
-    """Every objective of a module of `burnish.objectives`: its public functions that return loss and stats."""
+    """Every objective of a module of `burnish.objectives`: its public functions that return loss
+    and stats.
+    """
     losses: dict[str, Loss] = {}
     for name, function in vars(module).items():
         is_own = inspect.isfunction(function) and function.__module__ == module.__name__
@@ -234,12 +275,22 @@ def losses_of(module: ModuleType) -> dict[str, Loss]:
 
 
 def distillation(divergence: PerToken) -> tuple[PerToken, Stats]:
-    """Divergence from the teacher's distribution of the next token, see `burnish.loops.runs.teacher`."""
+    """Divergence from the teacher's distribution of the next token, see
+    `burnish.loops.runs.teacher`.
+    """
     return divergence, {}
 
 
-# The losses that recipes offer by name: losses of tokens, which every recipe on text can add to its own, and of pairs.
+# The losses that recipes offer by name: losses of tokens, which every recipe on text can add to its
+# own, and of pairs.
 TOKEN_LOSSES = losses_of(supervised)
-PAIR_LOSSES = {**losses_of(preference), **losses_of(reference_free), **TOKEN_LOSSES, "distillation": distillation}
-WEIGHTINGS: dict[str, Callable[..., Weights]] = {f.__name__: f for f in (token_mean, length_normalized, fixed_length)}
+PAIR_LOSSES = {
+    **losses_of(preference),
+    **losses_of(reference_free),
+    **TOKEN_LOSSES,
+    "distillation": distillation,
+}
+WEIGHTINGS: dict[str, Callable[..., Weights]] = {
+    f.__name__: f for f in (token_mean, length_normalized, fixed_length)
+}
 STEP_COUPLED = {"aot", "aot_unpaired"}  # losses that sort the pairs of a step

@@ -1,6 +1,8 @@
-"""Optimizers and learning-rate schedules by name, and steps of bfloat16 weights that don't lose small updates.
+"""Optimizers and learning-rate schedules by name, and steps of bfloat16 weights that don't lose
+small updates.
 
-The names are those of torch's classes in lower case, and those that transformers has for classes of other packages.
+The names are those of torch's classes in lower case, and those that transformers has for classes of
+other packages.
 """
 
 import math
@@ -25,7 +27,8 @@ from ..registry import build, find, nearest
 _OPTIMIZERS = {
     kind.__name__.lower(): f"torch.optim:{kind.__name__}"
     for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")  # they need more than grads
+    # they need more than grads
+    if isinstance(kind, type) and kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")
 }
 _OPTIMIZERS |= {
     f"{paged.lower()}{'_' * bool(paged)}{kind.lower()}_{bits}": f"bitsandbytes.optim:{paged}{kind}{suffix}"
@@ -48,7 +51,9 @@ _OPTIMIZERS |= {
 }
 # transformers' names of some of them.
 _OF_TRANSFORMERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"),
+    **dict.fromkeys(
+        ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused"), "adamw"
+    ),
     **dict.fromkeys(("adamw_hf", "adamw_apex_fused"), "adamw"),
     "adamw_bnb_8bit": "adamw_8bit",
     "paged_adamw": "paged_adamw_32bit",
@@ -58,7 +63,8 @@ _OF_TRANSFORMERS = {
 }
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"fused": True},
-    "adafactor": {"scale_parameter": False, "relative_step": False},  # the learning rate comes from the schedule
+    # the learning rate comes from the schedule
+    "adafactor": {"scale_parameter": False, "relative_step": False},
 }
 
 # The parameters that transformers' Trainer decays: not those of norms, and no biases.
@@ -66,9 +72,12 @@ _NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm
 
 
 def check(config: Common) -> None:
-    """Make the optimizer and the schedule of a configuration once, for a model of one weight, to raise their errors."""
+    """Make the optimizer and the schedule of a configuration once, for a model of one weight, to
+    raise their errors.
+    """
     weight = nn.Linear(1, 1, dtype=getattr(torch, config.weights_dtype))
-    named = isinstance(config.optimizer, str)  # an optimizer passed as an object holds the model's parameters
+    # an optimizer passed as an object holds the model's parameters
+    named = isinstance(config.optimizer, str)
     optimizer = make_optimizer(config, weight) if named else AdamW(weight.parameters())
     make_schedule(config, optimizer, config.steps or 10**6)
 
@@ -76,7 +85,8 @@ def check(config: Common) -> None:
 def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     """The configured optimizer of the trained parameters; norms and biases don't decay.
 
-    Its steps of bfloat16 parameters, and those on the CPU (``offload_optimizer``), are those of `Float32Steps`.
+    Its steps of bfloat16 parameters, and those on the CPU (``offload_optimizer``), are those of
+    `Float32Steps`.
 
     Raises:
         ValueError: if there is no such optimizer, its package is missing, or an argument is wrong.
@@ -87,7 +97,9 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     name = plain_name(given) if isinstance(given, str) else str(getattr(given, "__name__", given))
     kind = _find_optimizer(name) if isinstance(config.optimizer, str) else config.optimizer
     kwargs = _checked_kwargs(config)
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     parameters = list(trained.values())
     _check_support(config, name, kind, parameters)
 
@@ -100,7 +112,11 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
         groups = parameters  # a function may look for some of them
     try:
         if _has_bfloat16(parameters) or config.offload_optimizer:
-            members = {"rounding": config.rounding, "seed": config.seed, "offload": config.offload_optimizer}
+            members = {
+                "rounding": config.rounding,
+                "seed": config.seed,
+                "offload": config.offload_optimizer,
+            }
             kind = type(f"{name}OfCopies", (Float32Steps, kind), members)
         optimizer: Any = build(
             "optimizer_kwargs",
@@ -127,7 +143,9 @@ def _package_of(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The name in `_OPTIMIZERS` of one that is written in other letters, such as AdamW, or as transformers has it."""
+    """The name in `_OPTIMIZERS` of one that is written in other letters, such as AdamW, or as
+    transformers has it.
+    """
     lower = name.lower()
     lower = _OF_TRANSFORMERS.get(lower, lower)
     return lower if lower in _OPTIMIZERS else name
@@ -137,10 +155,14 @@ def _find_optimizer(name: str) -> type[Optimizer]:
     """The class of a name in `_OPTIMIZERS`, or of ``module:object``."""
     package = _package_of(name)
     if name in _OPTIMIZERS and package and find_spec(package) is None:
-        raise ValueError(f"optimizer {name}: needs {package}, which is not installed; pip install {package}")
+        raise ValueError(
+            f"optimizer {name}: needs {package}, which is not installed; pip install {package}"
+        )
     kind = find("optimizer", name, _OPTIMIZERS, __package__)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ValueError(f"optimizer {name}: wanted a subclass of torch.optim.Optimizer, got {kind!r}")
+        raise ValueError(
+            f"optimizer {name}: wanted a subclass of torch.optim.Optimizer, got {kind!r}"
+        )
     return kind
 
 
@@ -160,20 +182,30 @@ def _has_bfloat16(parameters: Sequence[Tensor]) -> bool:
 
 
 def _check_support(config: Common, name: str, kind: Any, parameters: Sequence[Tensor]) -> None:
-    """Raise ValueError if this optimizer can't update weights that are sharded, in bfloat16, or on another device."""
+    """Raise ValueError if this optimizer can't update weights that are sharded, in bfloat16, or on
+    another device.
+    """
     who, package = f"optimizer {name}", _package_of(name)
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     averages = hasattr(kind, "eval")  # a schedule-free optimizer
     if sharded and (package in ("bitsandbytes", "transformers") or name == "rprop"):
-        raise ValueError(f"{who}: {package} can't update sharded weights; adamw_torch_8bit, of torchao, can")
+        raise ValueError(
+            f"{who}: {package} can't update sharded weights; adamw_torch_8bit, of torchao, can"
+        )
     if averages and _has_bfloat16(parameters):
-        raise ValueError(f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32")
+        raise ValueError(
+            f"{who}: averages weights, which bfloat16 is too coarse for; leave weights_dtype float32"
+        )
     stays_on_device = averages or package == "bitsandbytes" or (sharded and name == "muon")
     if config.offload_optimizer and stays_on_device:
-        raise ValueError(f"{who}: can't be offloaded; leave offload_optimizer out, or use adamw or paged_adamw_8bit")
+        raise ValueError(
+            f"{who}: can't be offloaded; leave offload_optimizer out, or use adamw or paged_adamw_8bit"
+        )
 
 
-def _decay_groups(model: nn.Module, trained: Mapping[str, Tensor], decay: float) -> list[dict[str, Any]]:
+def _decay_groups(
+    model: nn.Module, trained: Mapping[str, Tensor], decay: float
+) -> list[dict[str, Any]]:
     """Parameters that decay, and those that don't; a group without any is left out."""
     decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
     decayed = [parameter for name, parameter in trained.items() if name in decays]
@@ -187,7 +219,9 @@ def _decay_groups(model: nn.Module, trained: Mapping[str, Tensor], decay: float)
 
 def _matrices(model: nn.Module) -> set[Tensor]:
     """The matrices between the embedding and the output head."""
-    backbones: list[nn.Module] = [each.plain.base_model for each in model.modules() if isinstance(each, Backbone)]
+    backbones: list[nn.Module] = [
+        each.plain.base_model for each in model.modules() if isinstance(each, Backbone)
+    ]
     embeddings = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     parameters = (parameter for each in backbones or [model] for parameter in each.parameters())
     matrices: set[Tensor] = {parameter for parameter in parameters if parameter.ndim == 2}
@@ -197,8 +231,8 @@ def _matrices(model: nn.Module) -> set[Tensor]:
 class MuonWithAdamW(Optimizer):
     """Muon for the matrices between embedding and output head, AdamW for all other parameters.
 
-    Muon's update is scaled to the size of AdamW's, so that both take the same learning rate and weight decay
-    (``match_rms_adamw``: Liu et al. 2025, arXiv:2502.16982, section 2.2).
+    Muon's update is scaled to the size of AdamW's, so that both take the same learning rate and
+    weight decay (``match_rms_adamw``: Liu et al. 2025, arXiv:2502.16982, section 2.2).
 
     Args:
         matrices: the parameters that Muon updates.
@@ -236,7 +270,11 @@ class MuonWithAdamW(Optimizer):
             )
         other_groups = _groups_of(params, lambda parameter: parameter not in by_muon)
         if other_groups:
-            self.parts.append(AdamW(other_groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True))
+            self.parts.append(
+                AdamW(
+                    other_groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True
+                )
+            )
         super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
 
     @torch.no_grad()
@@ -246,8 +284,11 @@ class MuonWithAdamW(Optimizer):
             groups = [group for group in self.param_groups if ("momentum" in group) == by_muon]
             gathered: dict[Tensor, DTensor] = {}
             if by_muon:
-                gathered = {p: self._gather(p) for group in groups for p in group["params"] if _is_narrow(p)}
-            # A resumed run and the loop's schedule replace the outer optimizer's state and groups: take its own anew.
+                gathered = {
+                    p: self._gather(p) for group in groups for p in group["params"] if _is_narrow(p)
+                }
+            # A resumed run and the loop's schedule replace the outer optimizer's state and groups:
+            # take its own anew.
             part.state = self.state
             part.param_groups = []
             for group in groups:
@@ -270,30 +311,41 @@ class MuonWithAdamW(Optimizer):
 
     def _move_state(self, before: Tensor, after: Tensor, placements: Sequence[Placement]) -> None:
         state = self.state.pop(before, {})
-        self.state[after] = {name: tensor.redistribute(placements=placements) for name, tensor in state.items()}
+        self.state[after] = {
+            name: tensor.redistribute(placements=placements) for name, tensor in state.items()
+        }
 
 
-def _groups_of(groups: Sequence[dict[str, Any]], wanted: Callable[[Tensor], bool]) -> list[dict[str, Any]]:
+def _groups_of(
+    groups: Sequence[dict[str, Any]], wanted: Callable[[Tensor], bool]
+) -> list[dict[str, Any]]:
     """The groups with the wanted parameters alone; a group without any is left out."""
-    chosen = [{**group, "params": [each for each in group["params"] if wanted(each)]} for group in groups]
+    chosen = [
+        {**group, "params": [each for each in group["params"] if wanted(each)]} for group in groups
+    ]
     return [group for group in chosen if group["params"]]
 
 
 def _is_narrow(matrix: Tensor) -> bool:
-    """True if it has fewer rows or columns than ranks hold it: torch's Muon can't add its update to such shards."""
+    """True if it has fewer rows or columns than ranks hold it: torch's Muon can't add its update to
+    such shards.
+    """
     return isinstance(matrix.grad, DTensor) and min(matrix.shape) < matrix.grad.device_mesh.size()
 
 
 class Float32Steps(Optimizer):
-    """Mixed into an optimizer's class, which then sees each bfloat16 parameter, one at a time, as a float32 tensor w.
+    """Mixed into an optimizer's class, which then sees each bfloat16 parameter, one at a time, as a
+    float32 tensor w.
 
     stochastic     w is the parameter, and becomes the bfloat16 number below or above by chance: `round_stochastically`
     compensated    w is the parameter plus 16 bits that are kept beside it: w is never rounded, and the parameter is w
-                   to bfloat16. The same steps as those of a float32 w, bit for bit, for the same gradients.
+                   to bfloat16. The same steps as those of a float32 w, bit for bit, for the same
+                   gradients.
 
-    The optimizer's own state is what it is for float32 parameters. Chance depends on the seed and the number of the
-    step alone, and on the shard of a sharded parameter, so that replicas stay equal and a resumed run repeats it.
-    With ``offload`` every parameter has a w, which is made on the CPU for the step, and the state stays there.
+    The optimizer's own state is what it is for float32 parameters. Chance depends on the seed and
+    the number of the step alone, and on the shard of a sharded parameter, so that replicas stay
+    equal and a resumed run repeats it. With ``offload`` every parameter has a w, which is made on
+    the CPU for the step, and the state stays there.
 
     Both kinds: Zamirai et al. 2020, arXiv:2010.06192, who compensate in bfloat16.
     """
@@ -324,7 +376,9 @@ class Float32Steps(Optimizer):
         self.param_groups = groups
 
     def _parts(self, parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-        """The parameters that one step updates together: those that need no copy, and each of the others by itself."""
+        """The parameters that one step updates together: those that need no copy, and each of the
+        others by itself.
+        """
         parts = []
         others = [each for each in parameters if not self._is_copied(each)]
         if others:
@@ -368,7 +422,9 @@ class Float32Steps(Optimizer):
         self.state[parameter] = state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as it was saved: torch alone would round the state to the parameters' bfloat16."""
+        """Load the state as it was saved: torch alone would round the state to the parameters'
+        bfloat16.
+        """
         super().load_state_dict(state_dict)
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -394,7 +450,9 @@ def _shard(parameter: Tensor) -> int:
         return 0
     number = 0
     mesh = parameter.device_mesh
-    for size, placement, place in zip(mesh.shape, parameter.placements, mesh.get_coordinate() or (), strict=True):
+    for size, placement, place in zip(
+        mesh.shape, parameter.placements, mesh.get_coordinate() or (), strict=True
+    ):
         if not placement.is_replicate():
             number = number * size + place
     return number
@@ -409,19 +467,24 @@ def _mixed(numbers: Sequence[int]) -> int:
 
 
 def round_stochastically(x: Tensor, generator: torch.Generator) -> Tensor:
-    """x in bfloat16: of the neighbors a ≤ x < b, b with probability (x − a)/(b − a), so that x is the mean.
+    """x in bfloat16: of the neighbors a ≤ x < b, b with probability (x − a)/(b − a), so that x is
+    the mean.
 
     Args:
         x: float32, finite or not; a bfloat16 number stays itself.
     """
-    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
+    noise = torch.randint(
+        0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator
+    )
     # The upper 16 bits of a float32 are a bfloat16: what noise carries into them rounds up.
     bits = (x.view(torch.int32) + noise) & -0x10000
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 as the nearest bfloat16, halves away from zero, and the int16 that is missing in its lower 16 bits."""
+    """float32 as the nearest bfloat16, halves away from zero, and the int16 that is missing in its
+    lower 16 bits.
+    """
     bits = x.view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << 16)).to(torch.int16)
@@ -438,14 +501,16 @@ def averaged_by(config: Common) -> bool:
 
 
 def averages(optimizer: Any) -> bool:
-    """True for a schedule-free optimizer: the weights to evaluate and save are an average of those that it trains."""
+    """True for a schedule-free optimizer: the weights to evaluate and save are an average of those
+    that it trains.
+    """
     return hasattr(getattr(optimizer, "optimizer", optimizer), "eval")  # in Accelerate's wrapper
 
 
 @contextmanager
 def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
-    """Context with the weights to evaluate and save: a schedule-free optimizer trains others (Defazio et al. 2024,
-    arXiv:2405.15682), which come back as they were, bit for bit."""
+    """Context with the weights to evaluate and save: a schedule-free optimizer trains others
+    (Defazio et al. 2024, arXiv:2405.15682), which come back as they were, bit for bit."""
     inner = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper
     if not hasattr(inner, "eval"):
         yield
@@ -462,9 +527,12 @@ def evaluated_weights(optimizer: Any, model: nn.Module) -> Iterator[None]:
                 parameter.copy_(weight)
 
 
-# Schedules that follow the loss of evaluations instead of steps: classes, which name their parameters, in place of
-# functions of transformers that take any keywords.
-_BY_EVALUATION = {"reduce_lr_on_plateau": ReduceLROnPlateau, "greedy": getattr(optimization, "GreedyLR", None)}
+# Schedules that follow the loss of evaluations instead of steps: classes, which name their
+# parameters, in place of functions of transformers that take any keywords.
+_BY_EVALUATION = {
+    "reduce_lr_on_plateau": ReduceLROnPlateau,
+    "greedy": getattr(optimization, "GreedyLR", None),
+}
 AT_EVALUATION = tuple(filter(None, _BY_EVALUATION.values()))
 
 
@@ -472,12 +540,15 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
     """The configured schedule of the learning rate over this many steps.
 
     Raises:
-        ValueError: if it has no such argument, one is missing or wrong, or it needs evaluations and there are none.
+        ValueError: if it has no such argument, one is missing or wrong, or it needs evaluations and
+            there are none.
     """
     name: str = config.schedule
     who = f"schedule {name}"
     if hasattr(optimizer, "eval") and not name.startswith("constant"):
-        raise ValueError(f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant")
+        raise ValueError(
+            f"optimizer {config.optimizer}: takes the place of a schedule; add --schedule constant"
+        )
     warmup = math.ceil(steps * config.warmup) if config.warmup < 1 else int(config.warmup)
     functions: dict[str, Any] = {
         kind.value: _BY_EVALUATION.get(kind.value, function)
@@ -505,8 +576,9 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
 def follow(schedule: LRScheduler) -> None:
     """Give each parameter group the rate of its schedule at the step that comes next.
 
-    A checkpoint holds the rates of the schedule that saved it. A run that was extended has another number of steps, and
-    so another rate at the same step; for an unchanged one these are the same numbers, bit for bit.
+    A checkpoint holds the rates of the schedule that saved it. A run that was extended has another
+    number of steps, and so another rate at the same step; for an unchanged one these are the same
+    numbers, bit for bit.
     """
     if not isinstance(schedule, LambdaLR):  # those of `AT_EVALUATION` know no number of steps
         return

@@ -3,7 +3,8 @@
     for step in optimize(policy, batches, objective, weightings, ...):
         ...                                     # your own code, in place of callbacks
 
-The gradient of a step is the same for every split into micro-batches and ranks, see `burnish.loops.batch`.
+The gradient of a step is the same for every split into micro-batches and ranks, see
+`burnish.loops.batch`.
 """
 
 import logging
@@ -47,8 +48,8 @@ class StepResult:
     Attributes:
         number: counted from 1.
         metrics: see `train_step`; the same on every rank.
-        busy: seconds in which this rank computed until it first waited for the gradients of others. Forward passes of
-            shards wait for each other before that.
+        busy: seconds in which this rank computed until it first waited for the gradients of others.
+            Forward passes of shards wait for each other before that.
     """
 
     number: int
@@ -57,7 +58,9 @@ class StepResult:
 
 
 class Stopwatch:
-    """Measures how long the device computes between `start` and `stop`, without waiting for it in between."""
+    """Measures how long the device computes between `start` and `stop`, without waiting for it in
+    between.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -101,24 +104,37 @@ def loss_and_stats(name: str, returned: Any) -> tuple[Tensor, Stats]:
 
 
 class Sums:
-    """Weighted sums of losses and stats, in float64, divided once at the end, so that no mean is taken of means.
+    """Weighted sums of losses and stats, in float64, divided once at the end, so that no mean is
+    taken of means.
 
     Attributes:
         weights: of each micro-batch, by loss.
-        denominators: Z of each loss over all micro-batches of all ranks; 0 for a loss without any unit, whose sum is 0.
+        denominators: Z of each loss over all micro-batches of all ranks; 0 for a loss without any
+            unit, whose sum is 0.
     """
 
     def __init__(
-        self, accelerator: Accelerator, policy: nn.Module, micro_batches: Sequence[Batch], weightings: Weightings
+        self,
+        accelerator: Accelerator,
+        policy: nn.Module,
+        micro_batches: Sequence[Batch],
+        weightings: Weightings,
     ) -> None:
         _check_weightings(weightings)
         self.accelerator = accelerator
         self.weightings = weightings
         self.copies = ranks_together(policy)
-        self.weights = [{name: weigh(batch) for name, (_, weigh) in weightings.items()} for batch in micro_batches]
+        self.weights = [
+            {name: weigh(batch) for name, (_, weigh) in weightings.items()}
+            for batch in micro_batches
+        ]
         if not self.weights:  # the other ranks would wait for it
-            raise ValueError("step: wanted micro-batches, got none; a rank without examples takes [collate([])]")
-        shares = {name: sum((weights[name].share for weights in self.weights), 0.0) for name in weightings}
+            raise ValueError(
+                "step: wanted micro-batches, got none; a rank without examples takes [collate([])]"
+            )
+        shares = {
+            name: sum((weights[name].share for weights in self.weights), 0.0) for name in weightings
+        }
         self.denominators = sum_over_ranks(accelerator, shares, copies=self.copies)
         self.sums: dict[str, Tensor | float] = {}  # metric -> Σ w·x of this rank
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
@@ -145,7 +161,8 @@ class Sums:
                         f"objective: wanted one entry of {metric} per unit that the weighting of {name} weighs, "
                         f"{list(weight.shape)}, got {list(value.shape)}; don't reduce it, or weigh {name} by another"
                     )
-                # Two losses that report the same stat (such as rewards) report the same number: keep the first.
+                # Two losses that report the same stat (such as rewards) report the same number:
+                # keep the first.
                 if self.term.setdefault(metric, name) == name:
                     self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
             if coefficient:
@@ -154,11 +171,14 @@ class Sums:
         return total
 
     def means(self, **counts: float) -> tuple[dict[str, float], dict[str, float]]:
-        """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its weighted mean. Also the
-        sums of ``counts``; all of this takes one reduction."""
+        """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its
+        weighted mean. Also the sums of ``counts``; all of this takes one reduction."""
         values = {("metric", metric): float(value) for metric, value in self.sums.items()}
-        for name in self.weightings:  # Σ w of each loss, which for `fixed_length` is not its denominator
-            values["weight", name] = float(sum(weights[name].weight.sum() for weights in self.weights))
+        # Σ w of each loss, which for `fixed_length` is not its denominator
+        for name in self.weightings:
+            values["weight", name] = float(
+                sum(weights[name].weight.sum() for weights in self.weights)
+            )
         values |= {("count", name): count for name, count in counts.items()}
         total = sum_over_ranks(self.accelerator, values, copies=self.copies)
         means = {}
@@ -169,7 +189,11 @@ class Sums:
                 continue  # it is only measured, and has no unit
             weight = self.denominators[name] if metric in self.weightings else total["weight", name]
             means[metric] = total["metric", metric] / (weight or 1.0)
-        loss = sum(coefficient * means[name] for name, (coefficient, _) in self.weightings.items() if coefficient)
+        loss = sum(
+            coefficient * means[name]
+            for name, (coefficient, _) in self.weightings.items()
+            if coefficient
+        )
         return {"loss": loss, **means}, {name: total["count", name] for name in counts}
 
 
@@ -183,10 +207,14 @@ def _check_weightings(weightings: Weightings) -> None:
             )
 
 
-def prepare(accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """`Accelerator.prepare`, without DDP around a sharded policy, whose own hooks reduce its gradients.
+def prepare(
+    accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[Any, Any]:
+    """`Accelerator.prepare`, without DDP around a sharded policy, whose own hooks reduce its
+    gradients.
 
-    DDP looks in every step for weights without a gradient, which takes time, only if a probe finds some.
+    DDP looks in every step for weights without a gradient, which takes time, only if a probe finds
+    some.
     """
     if isinstance(policy, FSDPModule):
         # Evaluation mode keeps Accelerate from wrapping the policy; it trains all the same.
@@ -228,18 +256,22 @@ def train_step(
     """Accumulate the gradient of one global batch and take one optimizer step.
 
     Args:
-        micro_batches: this rank's part of the global batch; the same number on every rank, some may be empty.
+        micro_batches: this rank's part of the global batch; the same number on every rank, some may
+            be empty.
         objective: ``objective(policy, batch) -> {name: (loss, stats)}``, unreduced.
-        weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. Coefficient 0 measures without
-            training.
+        weightings: ``{name: (coefficient, weighting)}`` of the named losses to sum. Coefficient 0
+            measures without training.
         max_grad_norm: the L2 norm that the gradient is clipped to; infinity only measures it.
-        not_finite: called if the gradient is not finite (then on all ranks), with the indices of this rank's
-            micro-batches whose loss is not finite.
-        stopwatch: measures the step on this rank until its last backward pass, which waits for the other ranks.
+        not_finite: called if the gradient is not finite (then on all ranks), with the indices of
+            this rank's micro-batches whose loss is not finite.
+        stopwatch: measures the step on this rank until its last backward pass, which waits for the
+            other ranks.
 
     Returns:
-        The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens`` trained on, and
-        ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without any trained token.
+        The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens``
+            trained on, and
+        ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without
+            any trained token.
     """
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     _check_prepared(accelerator, policy, given)
@@ -248,13 +280,19 @@ def train_step(
     sums = Sums(accelerator, policy, micro_batches, weightings)
     _check_wrapped(accelerator, policy)
     totals = _accumulate(
-        accelerator, policy, micro_batches, objective, sums, stopwatch or Stopwatch(accelerator.device)
+        accelerator,
+        policy,
+        micro_batches,
+        objective,
+        sums,
+        stopwatch or Stopwatch(accelerator.device),
     )
 
     clipped = [each for each in policy.parameters() if each.grad is None or each in given]
     norm: Any = accelerator.clip_grad_norm_(clipped, max_grad_norm)
     grad_norm = float(whole(norm))
-    taken = math.isfinite(grad_norm) and grad_norm > 0  # at 0, momentum alone would move the weights
+    # at 0, momentum alone would move the weights
+    taken = math.isfinite(grad_norm) and grad_norm > 0
     if taken:
         optimizer.step()
     elif accelerator.scaler is not None:
@@ -269,20 +307,29 @@ def train_step(
 
 
 def _check_prepared(accelerator: Accelerator, policy: nn.Module, given: set[Tensor]) -> None:
-    """Raise ValueError if Accelerate would divide the loss, or the optimizer has parameters of another model."""
-    if accelerator.gradient_accumulation_steps != 1:  # it would divide the loss, and pass over steps
+    """Raise ValueError if Accelerate would divide the loss, or the optimizer has parameters of
+    another model.
+    """
+    # it would divide the loss, and pass over steps
+    if accelerator.gradient_accumulation_steps != 1:
         raise ValueError(
             "train_step: it accumulates over its micro-batches itself; wanted an Accelerator with "
             f"gradient_accumulation_steps 1, got {accelerator.gradient_accumulation_steps}"
         )
     if given.isdisjoint(policy.parameters()):
-        raise ValueError("train_step: the optimizer has no parameter of the policy; make it of policy.parameters()")
+        raise ValueError(
+            "train_step: the optimizer has no parameter of the policy; make it of policy.parameters()"
+        )
 
 
 def _check_wrapped(accelerator: Accelerator, policy: nn.Module) -> None:
     """Raise ValueError if there are several ranks and nothing reduces gradients over them."""
-    if accelerator.use_distributed and not any(isinstance(module, _REDUCING) for module in policy.modules()):
-        raise ValueError("train_step: several ranks need policy, optimizer = accelerator.prepare(policy, optimizer)")
+    if accelerator.use_distributed and not any(
+        isinstance(module, _REDUCING) for module in policy.modules()
+    ):
+        raise ValueError(
+            "train_step: several ranks need policy, optimizer = accelerator.prepare(policy, optimizer)"
+        )
 
 
 def _accumulate(
@@ -295,10 +342,12 @@ def _accumulate(
 ) -> list[Tensor]:
     """Add up the gradients of all micro-batches; returns each one's part of the total.
 
-    The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards are sums (`shard`),
-    reduced for each micro-batch: until then each rank would keep the whole gradient.
+    The loss is a sum over ranks. DDP averages their gradients, once for the step. Those of shards
+    are sums (`shard`), reduced for each micro-batch: until then each rank would keep the whole
+    gradient.
     """
-    sharded = getattr(policy, "mesh", None) is not None  # shards that the caller made average, as Accelerate's do
+    # shards that the caller made average, as Accelerate's do
+    sharded = getattr(policy, "mesh", None) is not None
     scale = 1 if sharded else accelerator.num_processes
     totals = []
     stopwatch.start()
@@ -324,12 +373,18 @@ def _input_tokens(batch: Batch) -> int:
 
 def _listed(micro_batches: Iterable[Batch]) -> list[Batch]:
     if isinstance(micro_batches, Batch):
-        raise ValueError("step: wanted a list of micro-batches, got one that is in none; write it in brackets, [batch]")
+        raise ValueError(
+            "step: wanted a list of micro-batches, got one that is in none; write it in brackets, [batch]"
+        )
     return list(micro_batches)
 
 
-def sum_over_ranks(accelerator: Accelerator, values: Mapping[Name, float], *, copies: int = 1) -> dict[Name, float]:
-    """Sums over ranks; ``copies`` is how many of them have the same values, of the same data: see `ranks_together`."""
+def sum_over_ranks(
+    accelerator: Accelerator, values: Mapping[Name, float], *, copies: int = 1
+) -> dict[Name, float]:
+    """Sums over ranks; ``copies`` is how many of them have the same values, of the same data: see
+    `ranks_together`.
+    """
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
     total: Any = accelerator.reduce(packed, reduction="sum")
     return dict(zip(values, (total / copies).tolist(), strict=True))
@@ -347,20 +402,25 @@ def optimize(
     steps: int,
     start: int = 0,
     max_grad_norm: float = 1.0,
-    describe: Callable[[int, list[int]], str] = lambda step, micro_batches: f"micro-batches {micro_batches}",
+    describe: Callable[[int, list[int]], str] = lambda step, micro_batches: (
+        f"micro-batches {micro_batches}"
+    ),
 ) -> Iterator[StepResult]:
-    """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
+    """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k,
+    counted from 0.
 
     Args:
-        describe: ``describe(k, indices)`` names, for a message, the data of a step whose gradient is not finite;
-            ``indices`` are those of this rank's micro-batches whose loss is not finite. Every rank calls it.
+        describe: ``describe(k, indices)`` names, for a message, the data of a step whose gradient
+            is not finite; ``indices`` are those of this rank's micro-batches whose loss is not
+            finite. Every rank calls it.
 
     Raises:
         FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite.
     """
     failures = 0
     stopwatch = Stopwatch(accelerator.device)
-    schedule = getattr(schedule, "scheduler", schedule)  # that of Accelerate takes a step for each rank
+    # that of Accelerate takes a step for each rank
+    schedule = getattr(schedule, "scheduler", schedule)
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
         learning_rate = float(schedule.get_last_lr()[0])

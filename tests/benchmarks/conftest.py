@@ -15,7 +15,9 @@ from burnish.benchmarks.__main__ import main
 
 @pytest.fixture
 def register(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Puts an object where the command line finds it, as if a user had written a module; returns ``module:object``."""
+    """Puts an object where the command line finds it, as if a user had written a module; returns
+    ``module:object``.
+    """
 
     def put(name: str, found: Any) -> str:
         mine = sys.modules.get("mine", SimpleNamespace())
@@ -31,7 +33,17 @@ def bench(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """The saved report of ``burnish bench`` at a tiny shape, and under "status" its exit status."""
 
     def run(*arguments: str, benchmark: str = "kernels") -> dict[str, Any]:
-        fixed = ["--shapes", "tiny", "--rounds", "2", "--no-memory", "--device", "cpu", "--output", str(tmp_path)]
+        fixed = [
+            "--shapes",
+            "tiny",
+            "--rounds",
+            "2",
+            "--no-memory",
+            "--device",
+            "cpu",
+            "--output",
+            str(tmp_path),
+        ]
         status = main([benchmark, *fixed, *arguments])
         (found,) = tmp_path.glob("*.json")
         return {**json.loads(found.read_text()), "status": status}
@@ -48,7 +60,9 @@ def cli(tmp_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]:
         places = [*map(str, support), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places))}
         command = [sys.executable, "-W", "ignore", "-m", "burnish.benchmarks", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done
 

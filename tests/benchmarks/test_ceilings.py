@@ -19,7 +19,9 @@ SHAPE = (40, 32, 257)
 
 def test_a_rate_is_the_work_of_a_step_over_its_seconds(monkeypatch):
     given = []
-    monkeypatch.setattr(ceilings, "timed", lambda step, *_, **__: given.append(step(lambda: None)) or [1e-3])
+    monkeypatch.setattr(
+        ceilings, "timed", lambda step, *_, **__: given.append(step(lambda: None)) or [1e-3]
+    )
     assert ceilings.copy("cpu", 5000, 0.1) == {"TB/s": pytest.approx(1e4 / 1e9)}
     assert given[0].numel() == 5000 and given[0].any()
     rates = ceilings.square("cpu", 16, 0.1)
@@ -42,7 +44,9 @@ def test_the_products_are_those_of_a_tile_forward_and_backward(monkeypatch):
     monkeypatch.setattr(ceilings, "_rates", rates)
     outs = []
     multiply = ceilings._multiply
-    monkeypatch.setattr(ceilings, "_multiply", lambda a, b, out, beta: multiply(a, b, out, beta) or outs.append(out))
+    monkeypatch.setattr(
+        ceilings, "_multiply", lambda a, b, out, beta: multiply(a, b, out, beta) or outs.append(out)
+    )
     ceilings.products("cpu", 6, 10, 4, 0.1)
     h, w, dc = (x.float() for x in made)
     expected = [h @ w.t(), dc @ w, dc.t() @ h]
@@ -73,9 +77,13 @@ def test_log_probs_are_held_to_float64_and_cublas_beside_them():
     ceilings._exact.cache_clear()
     inputs, exact = ceilings._exact("cpu", SHAPE)
     hidden, weight, target = (inputs.tensors[name] for name in ("hidden", "weight", "target"))
-    expected = torch.nn.functional.cross_entropy(hidden.double() @ weight.double().t(), target, reduction="none")
+    expected = torch.nn.functional.cross_entropy(
+        hidden.double() @ weight.double().t(), target, reduction="none"
+    )
     torch.testing.assert_close(exact, -expected)
-    found = {name: ceilings.logprobs("cpu", SHAPE, name) for name in ("cublas", "naive", "burnish-torch")}
+    found = {
+        name: ceilings.logprobs("cpu", SHAPE, name) for name in ("cublas", "naive", "burnish-torch")
+    }
     assert max(float(found[name]["largest"]) for name in ("cublas", "burnish-torch")) < 1e-5
     assert float(found["naive"]["largest"]) > 1e-3  # its logits are bfloat16
 
@@ -86,7 +94,9 @@ def test_tiles_of_another_size_are_really_used_and_put_back(monkeypatch):
     plan = module.plan
     monkeypatch.setattr(module, "plan", lambda *a, **k: seen.append(plan(*a, **k)) or seen[-1])
     found = ceilings.tiles("cpu", SHAPE, 16, 64, 0.001)
-    assert list(found) == ["ms recompute", "ms", "ms 4GiB"] and all(value > 0 for value in found.values())
+    assert list(found) == ["ms recompute", "ms", "ms 4GiB"] and all(
+        value > 0 for value in found.values()
+    )
     assert {(plan.rows, plan.columns) for plan in seen} == {(16, 64)}
     assert {plan.keep_bytes for plan in seen} >= {0, 2**32}
     assert before == (passes.ROWS, passes.COLUMNS, passes.GPU_ROWS, passes.GPU_COLUMNS)
@@ -113,7 +123,10 @@ def test_clocks_are_what_nvidia_smi_says_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "_which", lambda device: [])
     with clocks(torch.device("cuda"), pause=0.01) as state:
         asked, end = tmp_path / "nvidia-smi.asked", time.monotonic() + 30
-        while not (asked.exists() and len(asked.read_text()) > len("again")) and time.monotonic() < end:
+        while (
+            not (asked.exists() and len(asked.read_text()) > len("again"))
+            and time.monotonic() < end
+        ):
             time.sleep(0.01)  # until it is asked a second time
     assert state.pop("samples") >= 1
     assert state == {"mhz": 1755, "watts": 690.5, "celsius": 61}

@@ -1,4 +1,6 @@
-"""Measurements in order: as many as fit into the time, none twice, and none of a provider that was given up."""
+"""Measurements in order: as many as fit into the time, none twice, and none of a provider that was
+given up.
+"""
 
 import json
 import time
@@ -22,7 +24,9 @@ class Time:
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs units, each of which takes the seconds in its arguments, with a fresh book of the same file."""
+    """Runs units, each of which takes the seconds in its arguments, with a fresh book of the same
+    file.
+    """
 
     def run(units, minutes, attempt=None):
         clock, order = Time(), []
@@ -32,10 +36,17 @@ def run(tmp_path):
             seconds = unit.arguments[0]
             clock.now += min(seconds, limit)
             status = "done" if seconds <= limit else "cut"
-            return {"status": status, "found": {}, "took": min(seconds, limit), "reason": "too long"}
+            return {
+                "status": status,
+                "found": {},
+                "took": min(seconds, limit),
+                "reason": "too long",
+            }
 
         book = Book(tmp_path / "gpu.jsonl", "cpu")
-        rest = chain(units, book, lambda: 60 * minutes - clock(), attempt or take, lambda record: None)
+        rest = chain(
+            units, book, lambda: 60 * minutes - clock(), attempt or take, lambda record: None
+        )
         return order, [(unit.case, unit.provider) for unit in rest], book
 
     return run
@@ -48,16 +59,22 @@ def unit(case, provider, seconds, *, guess=None, setup=0.0, part="head"):
 def test_what_does_not_fit_is_left_and_the_next_call_goes_on_there(run):
     units = [unit("a", "x", 40), unit("a", "y", 30), unit("b", "x", 15)]
     order, rest, _ = run(units, 1)
-    assert order == [("a", "x"), ("b", "x")] and rest == [("a", "y")]  # 30 do not fit after 40, 15 do
+    # 30 do not fit after 40, 15 do
+    assert order == [("a", "x"), ("b", "x")] and rest == [("a", "y")]
     order, rest, _ = run(units, 1)
     assert order == [("a", "y")] and rest == []
     assert run(units, 1)[:2] == ([], [])
 
 
 def test_what_a_case_needs_before_it_is_counted_once(run):
-    units = [unit("a", "x", 10, setup=25), unit("a", "y", 10, setup=25), unit("b", "x", 10, setup=25)]
+    units = [
+        unit("a", "x", 10, setup=25),
+        unit("a", "y", 10, setup=25),
+        unit("b", "x", 10, setup=25),
+    ]
     order, rest, _ = run(units, 44 / 60)
-    assert order == [("a", "x"), ("a", "y")] and rest == [("b", "x")]  # each takes 10; guessed are 35, 10, 35
+    # each takes 10; guessed are 35, 10, 35
+    assert order == [("a", "x"), ("a", "y")] and rest == [("b", "x")]
 
 
 def test_no_time_measures_nothing_and_leaves_all(run):
@@ -69,7 +86,8 @@ def test_a_unit_that_takes_longer_than_guessed_is_cut_and_gets_more_time_later(r
     order, rest, book = run(units, 0.5)
     assert order == rest == [("a", "x")]
     assert book.estimate(units[0], 10) == 45  # half as much again as the 30 that were not enough
-    assert run(units, 0.5)[:2] == ([], [("a", "x")])  # it does not fit, and does not cost the time of the others
+    # it does not fit, and does not cost the time of the others
+    assert run(units, 0.5)[:2] == ([], [("a", "x")])
     assert run(units, 1)[:2] == ([("a", "x")], [])
 
 
@@ -116,7 +134,11 @@ def test_a_line_that_was_cut_off_is_measured_again_and_spoils_no_other(run, tmp_
     path = tmp_path / "gpu.jsonl"
     path.write_text(path.read_text()[:-20])
     assert run(units, 1)[0] == [("a", "y"), ("a", "z")]
-    assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == ["x", "y", "z"]
+    assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == [
+        "x",
+        "y",
+        "z",
+    ]
 
 
 def test_a_provider_that_hangs_once_or_crashes_twice_costs_no_more_time(run):
@@ -127,8 +149,19 @@ def test_a_provider_that_hangs_once_or_crashes_twice_costs_no_more_time(run):
 
     asked = []
     units = [unit(case, name, 1) for case in "abc" for name in ("hangs", "crashes", "fine")]
-    _, rest, book = run(units, 9, lambda unit, limit: asked.append((unit.case, unit.provider)) or attempt(unit, limit))
-    assert asked == [("a", "hangs"), ("a", "crashes"), ("a", "fine"), ("b", "crashes"), ("b", "fine"), ("c", "fine")]
+    _, rest, book = run(
+        units,
+        9,
+        lambda unit, limit: asked.append((unit.case, unit.provider)) or attempt(unit, limit),
+    )
+    assert asked == [
+        ("a", "hangs"),
+        ("a", "crashes"),
+        ("a", "fine"),
+        ("b", "crashes"),
+        ("b", "fine"),
+        ("c", "fine"),
+    ]
     assert rest == []
     given_up = {"hangs": "head, a: gone", "crashes": "head, a: gone; head, b: gone"}
     assert book.given_up() == given_up

@@ -30,17 +30,37 @@ def test_the_definition_is_that_of_the_paper(beta):
 
 def test_every_provider_here_passes_the_gate(bench):
     slow = with_triton  # interpreted: a test of its own
-    names = [n for n, p in PROVIDERS.items() if p.missing is not slow and p.missing(CPU) is None and n != "compiled"]
+    names = [
+        n
+        for n, p in PROVIDERS.items()
+        if p.missing is not slow and p.missing(CPU) is None and n != "compiled"
+    ]
     assert {"naive", "trl", "burnish-torch", "burnish-reference"} <= set(names)
-    arguments = ["--providers", *names, "--rounds", "1", "--outputs", "loss", "divergence", "--beta", "0", "0.5", "1"]
+    arguments = [
+        "--providers",
+        *names,
+        "--rounds",
+        "1",
+        "--outputs",
+        "loss",
+        "divergence",
+        "--beta",
+        "0",
+        "0.5",
+        "1",
+    ]
     report = bench(*arguments, "--passes", "train", "forward", benchmark="divergence")
-    assert [(case["outputs"], case["settings"]["beta"], case["pass"]) for case in report["cases"]] == [
+    assert [
+        (case["outputs"], case["settings"]["beta"], case["pass"]) for case in report["cases"]
+    ] == [
         ([output], beta, kind)
         for beta in (0, 0.5, 1)
         for output in ("loss", "divergence")
         for kind in ("train", "forward")
     ]
-    assert [row for case in report["cases"] for row in case["rows"] if row["status"] != "measured"] == []
+    assert [
+        row for case in report["cases"] for row in case["rows"] if row["status"] != "measured"
+    ] == []
     assert report["status"] == 0
 
 
@@ -51,14 +71,23 @@ def test_our_triton_backend_passes_the_gate_in_every_mode(bench):
     assert {"burnish-triton", "burnish-triton-recompute"} <= set(names)
     arguments = ["--shapes", "20x8x12x61", "--passes", "train", "--rounds", "1", "--beta", "0.5"]
     report = bench("--providers", *names, *arguments, benchmark="divergence")
-    assert {name: row["status"] for name, row in rows(report).items()} == dict.fromkeys(names, "measured")
+    assert {name: row["status"] for name, row in rows(report).items()} == dict.fromkeys(
+        names, "measured"
+    )
 
 
 def test_another_divergence_and_a_lost_gradient_are_told_apart(bench, register):
-    other = register("other", lambda hs, ws, ht, wt, *, beta: naive(hs, ws, ht, wt, (), beta=1 - beta)[0])
-    frozen = register("frozen", lambda hs, ws, ht, wt, *, beta: naive(hs, ws.detach(), ht, wt, (), beta=beta)[0])
-    report = bench("--providers", other, frozen, "--passes", "train", "--beta", "0", benchmark="divergence")
-    reason = rows(report)[other]["reason"]  # of the two gradients the worse one is named, which processors differ in
+    other = register(
+        "other", lambda hs, ws, ht, wt, *, beta: naive(hs, ws, ht, wt, (), beta=1 - beta)[0]
+    )
+    frozen = register(
+        "frozen", lambda hs, ws, ht, wt, *, beta: naive(hs, ws.detach(), ht, wt, (), beta=beta)[0]
+    )
+    report = bench(
+        "--providers", other, frozen, "--passes", "train", "--beta", "0", benchmark="divergence"
+    )
+    # of the two gradients the worse one is named, which processors differ in
+    reason = rows(report)[other]["reason"]
     assert reason.startswith(("d_student_hidden is off by", "d_student_weight is off by"))
     assert rows(report)[other]["errors"]["divergence"] > 1
     assert rows(report)[frozen]["reason"] == "d_student_weight is missing"

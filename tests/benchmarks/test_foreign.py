@@ -1,4 +1,5 @@
-"""The adapters of other libraries against the signatures in their sources, wherever those are installed.
+"""The adapters of other libraries against the signatures in their sources, wherever those are
+installed.
 
 Read, not imported: these libraries want a GPU, an adapter is to be right before it meets one.
 """
@@ -59,7 +60,9 @@ class Stub:
 
 
 def install(monkeypatch, users, module, name, stub):
-    """Whatever ``users`` import by this name is a module with the stub; everything else is imported as ever."""
+    """Whatever ``users`` import by this name is a module with the stub; everything else is imported
+    as ever.
+    """
     real = importlib.import_module
     fake = lambda wanted: SimpleNamespace(**{name: stub}) if wanted == module else real(wanted)  # noqa: E731
     monkeypatch.setattr(users.importlib, "import_module", fake)
@@ -77,10 +80,18 @@ HEAD = tuple(kernels.OPERATION.make_inputs((N, D, V), torch.float32).tensors.val
 def test_liger(monkeypatch, outputs, reduction):
     found = signature("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
     stub = Stub(found, NLL)
-    install(monkeypatch, kernels, "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy", stub)
+    install(
+        monkeypatch,
+        kernels,
+        "liger_kernel.transformers.functional",
+        "liger_fused_linear_cross_entropy",
+        stub,
+    )
     (value,) = kernels.liger(*HEAD, outputs)
     assert stub.given["reduction"] == reduction
-    assert [stub.given[name] is x for name, x in zip(("input", "weight", "target"), HEAD, strict=True)] == [True] * 3
+    assert [
+        stub.given[name] is x for name, x in zip(("input", "weight", "target"), HEAD, strict=True)
+    ] == [True] * 3
     assert torch.equal(value, NLL if outputs == ("loss",) else -NLL)
 
 
@@ -98,7 +109,9 @@ def test_liger_scaled(monkeypatch):
 
 
 def test_liger_scaled_on_this_machine_gives_what_it_says():
-    """Without a GPU it is a formula in torch, of which only the meaning of its outputs is of interest here."""
+    """Without a GPU it is a formula in torch, of which only the meaning of its outputs is of
+    interest here.
+    """
     pytest.importorskip("liger_kernel.ops.fused_linear_scaled_cross_entropy")
     found = kernels.liger_scaled(*HEAD, ("logprob", "entropy"))
     for value, expected in zip(found, kernels.naive(*HEAD, ("logprob", "entropy")), strict=True):
@@ -111,7 +124,9 @@ def test_cut_cross_entropy(monkeypatch, exact):
     stub = Stub(found, NLL)
     install(monkeypatch, kernels, "cut_cross_entropy", "linear_cross_entropy", stub)
     assert torch.equal(kernels.cut_cross_entropy(*HEAD, ("logprob",), exact=exact)[0], -NLL)
-    assert [stub.given[name] is x for name, x in zip(("e", "c", "targets"), HEAD, strict=True)] == [True] * 3
+    assert [stub.given[name] is x for name, x in zip(("e", "c", "targets"), HEAD, strict=True)] == [
+        True
+    ] * 3
     newer = "accum_e_fp32" in found.parameters
     assert stub.given["impl"] == ("cce_exact" if exact and newer else "cce")
     assert ("filter_eps" in stub.given) == (exact and not newer)
@@ -120,9 +135,13 @@ def test_cut_cross_entropy(monkeypatch, exact):
 def test_quack(monkeypatch):
     found = signature("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
     stub = Stub(found, NLL.mean())
-    install(monkeypatch, kernels, "quack.linear_cross_entropy", "chunked_linear_cross_entropy", stub)
+    install(
+        monkeypatch, kernels, "quack.linear_cross_entropy", "chunked_linear_cross_entropy", stub
+    )
     assert torch.equal(kernels.quack(*HEAD, ("loss",))[0], NLL.mean())
-    assert [stub.given[name] is x for name, x in zip(("x", "weight", "target"), HEAD, strict=True)] == [True] * 3
+    assert [
+        stub.given[name] is x for name, x in zip(("x", "weight", "target"), HEAD, strict=True)
+    ] == [True] * 3
 
 
 def test_trl(monkeypatch):
@@ -130,28 +149,51 @@ def test_trl(monkeypatch):
     stub = Stub(found, (NLL, ENTROPY, None, None, None))
     install(monkeypatch, kernels, "trl.kernels.chunked_logprob", "ChunkedLogProbFunction", stub)
     assert kernels.trl(*HEAD, ("logprob", "entropy")) == (NLL, ENTROPY)
-    given = {"temperature": 1.0, "final_logit_softcapping": None, "logit_scale": 1.0, "outputs": ("entropy",)}
+    given = {
+        "temperature": 1.0,
+        "final_logit_softcapping": None,
+        "logit_scale": 1.0,
+        "outputs": ("entropy",),
+    }
     assert given.items() <= stub.given.items() and stub.given["targets"] is HEAD[2]
     kernels.trl(*HEAD, ("logprob",))
     assert stub.given["outputs"] == ()
 
 
 def test_trl_divergence(monkeypatch):
-    found = without_ctx(signature("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction.forward"))
+    found = without_ctx(
+        signature("trl.kernels.chunked_divergence", "ChunkedDivergenceFunction.forward")
+    )
     stub = Stub(found, (NLL, ENTROPY))
-    install(monkeypatch, divergence, "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", stub)
-    heads = tuple(divergence.OPERATION.make_inputs((N, D, 2 * D, V), torch.float32).tensors.values())
+    install(
+        monkeypatch, divergence, "trl.kernels.chunked_divergence", "ChunkedDivergenceFunction", stub
+    )
+    heads = tuple(
+        divergence.OPERATION.make_inputs((N, D, 2 * D, V), torch.float32).tensors.values()
+    )
     assert divergence.trl(*heads, ("divergence",), beta=0.3) == (NLL,)
     names = ("student_hidden", "student_weight", "teacher_hidden", "teacher_weight")
     assert [stub.given[name] is x for name, x in zip(names, heads, strict=True)] == [True] * 4
-    assert stub.given["beta"] == 0.3 and stub.given["student_bias"] is None and stub.given["teacher_bias"] is None
+    assert (
+        stub.given["beta"] == 0.3
+        and stub.given["student_bias"] is None
+        and stub.given["teacher_bias"] is None
+    )
 
 
 def test_liger_divergence(monkeypatch):
     found = signature("liger_kernel.transformers.functional", "liger_fused_linear_jsd")
     stub = Stub(found, NLL.mean())
-    install(monkeypatch, divergence, "liger_kernel.transformers.functional", "liger_fused_linear_jsd", stub)
-    heads = tuple(divergence.OPERATION.make_inputs((N, D, 2 * D, V), torch.float32).tensors.values())
+    install(
+        monkeypatch,
+        divergence,
+        "liger_kernel.transformers.functional",
+        "liger_fused_linear_jsd",
+        stub,
+    )
+    heads = tuple(
+        divergence.OPERATION.make_inputs((N, D, 2 * D, V), torch.float32).tensors.values()
+    )
     assert divergence.liger(*heads, ("loss",), beta=0.3, accumulate=torch.float32) == (NLL.mean(),)
     names = ("student_input", "student_weight", "teacher_input", "teacher_weight")
     assert [stub.given[name] is x for name, x in zip(names, heads, strict=True)] == [True] * 4

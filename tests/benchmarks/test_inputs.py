@@ -8,9 +8,13 @@ from burnish.benchmarks.real_model import Unavailable, smollm2
 
 def test_random_inputs_are_the_same_at_every_call_and_reach_the_last_column():
     one, two = (OPERATION.make_inputs((256, 64, 1031), torch.float32) for _ in range(2))
-    assert all(torch.equal(one.tensors[name], two.tensors[name]) for name in ("hidden", "weight", "target"))
+    assert all(
+        torch.equal(one.tensors[name], two.tensors[name]) for name in ("hidden", "weight", "target")
+    )
     assert one.tensors["target"][-1] == 1030
-    assert (one.tensors["hidden"] @ one.tensors["weight"].t()).std().item() == pytest.approx(SPREAD, rel=0.05)
+    assert (one.tensors["hidden"] @ one.tensors["weight"].t()).std().item() == pytest.approx(
+        SPREAD, rel=0.05
+    )
 
 
 def test_a_dead_row_has_no_gradient_from_any_output():
@@ -31,5 +35,7 @@ def test_real_hidden_states_predict_their_targets():
     hidden, weight, target = inputs.tensors.values()
     logp = (hidden @ weight.t()).log_softmax(-1).gather(1, target[:, None])[:, 0]
     assert logp.mean() > -6  # the next token; any other is at −log 49152 = −10.8 or below
-    with pytest.raises(ValueError, match="smollm2 has width and vocabulary 576x49152, got the shape 64x32x257"):
+    with pytest.raises(
+        ValueError, match="smollm2 has width and vocabulary 576x49152, got the shape 64x32x257"
+    ):
         OPERATION.make_inputs((64, 32, 257), torch.float32, source="smollm2")

@@ -13,7 +13,10 @@ from matplotlib.image import imread
 
 
 def measured(factor, steps, **rest):
-    seconds = {name: [scale * factor] * (steps - 1) for name, scale in (("seconds", 8), ("processor_seconds", 15))}
+    seconds = {
+        name: [scale * factor] * (steps - 1)
+        for name, scale in (("seconds", 8), ("processor_seconds", 15))
+    }
     return {
         "losses": [0.0] * steps,
         "full_length": True,
@@ -26,9 +29,16 @@ def measured(factor, steps, **rest):
 
 @pytest.fixture
 def processes(monkeypatch):
-    """Stands in for training: losses, seconds and memory by provider; returns the order in which they ran."""
+    """Stands in for training: losses, seconds and memory by provider; returns the order in which
+    they ran.
+    """
     order = []
-    factors = {"trl": 1.0, "trl without checkpointing": 0.7, "burnish": 0.25, "burnish precompute": 0.2}
+    factors = {
+        "trl": 1.0,
+        "trl without checkpointing": 0.7,
+        "burnish": 0.25,
+        "burnish precompute": 0.2,
+    }
 
     def run(recipe, provider, model, data, batch_size, steps, dtype="float32"):
         assert len(data.read_text().splitlines()) == steps * batch_size
@@ -43,31 +53,57 @@ def processes(monkeypatch):
 
 
 def bench(directory, *arguments):
-    fixed = ["--steps", "3", "--batch_size", "2", "--model", "some/model", "--output", str(directory)]
+    fixed = [
+        "--steps",
+        "3",
+        "--batch_size",
+        "2",
+        "--model",
+        "some/model",
+        "--output",
+        str(directory),
+    ]
     return main(["loops", *fixed, *arguments])
 
 
 def test_time_and_memory_are_shares_of_the_peers(processes, tmp_path, capsys):
     assert bench(tmp_path, "--providers", "burnish") == 0
-    assert processes == [("dpo", "trl", "model"), ("dpo", "burnish", "model")] * 2  # the peer in any case, in turns
+    # the peer in any case, in turns
+    assert processes == [("dpo", "trl", "model"), ("dpo", "burnish", "model")] * 2
     row = ["burnish", "1e-06", "2", "2–2", "0.25", "3.75", "0.25", "262", "0.25", "105"]
     assert row in [line.split() for line in capsys.readouterr().out.splitlines()]
     assert f"| {' | '.join(row)} |" in (tmp_path / "loops.md").read_text().splitlines()
     report = json.loads((tmp_path / "loops.json").read_text())
-    assert report["figures"]["burnish"]["seconds_median"] == 2.0 and report["figures"]["burnish"]["peak_mib"] == 250.0
+    assert (
+        report["figures"]["burnish"]["seconds_median"] == 2.0
+        and report["figures"]["burnish"]["peak_mib"] == 250.0
+    )
     assert report["load"].keys() == {"before", "after"} and report["recipe"] == "dpo"
     assert imread(tmp_path / "loops.png").size > 0
 
 
-def test_a_side_whose_losses_are_not_the_peers_has_failed_and_is_not_compared(processes, tmp_path, capsys):
+def test_a_side_whose_losses_are_not_the_peers_has_failed_and_is_not_compared(
+    processes, tmp_path, capsys
+):
     assert bench(tmp_path) == 1
-    assert ["burnish", "precompute", "1e-03", "failed"] in [x.split() for x in capsys.readouterr().out.splitlines()]
+    assert ["burnish", "precompute", "1e-03", "failed"] in [
+        x.split() for x in capsys.readouterr().out.splitlines()
+    ]
 
 
-def test_in_bfloat16_ours_may_be_twice_as_far_from_the_peer_in_float32_as_the_peer_itself(processes, tmp_path):
+def test_in_bfloat16_ours_may_be_twice_as_far_from_the_peer_in_float32_as_the_peer_itself(
+    processes, tmp_path
+):
     assert bench(tmp_path, "--dtype", "bfloat16") == 0
-    far = {"trl": 6e-4, "trl without checkpointing": 0.0, "burnish": 1e-6, "burnish precompute": 1e-3}
-    assert differences(tmp_path) == {name: (pytest.approx(each), True) for name, each in far.items()}
+    far = {
+        "trl": 6e-4,
+        "trl without checkpointing": 0.0,
+        "burnish": 1e-6,
+        "burnish precompute": 1e-3,
+    }
+    assert differences(tmp_path) == {
+        name: (pytest.approx(each), True) for name, each in far.items()
+    }
     assert processes[-1] == ("dpo", "trl", "model")
     assert bench(tmp_path, "--dtype", "bfloat16", "--providers", "burnish precompute") == 0
     assert ", bfloat16, 3 steps" in (tmp_path / "loops.md").read_text()
@@ -75,7 +111,9 @@ def test_in_bfloat16_ours_may_be_twice_as_far_from_the_peer_in_float32_as_the_pe
 
 @pytest.fixture
 def samplers(monkeypatch):
-    """Stands in for processes of grpo, by provider: the gradient of a step, and whether completions are whole."""
+    """Stands in for processes of grpo, by provider: the gradient of a step, and whether completions
+    are whole.
+    """
     gradients = {"trl": [3.0, 4.0], "burnish": [3.0, 4.00001], "burnish by groups": [3.0, 4.0]}
     cut = {name: True for name in (*gradients, "trl without checkpointing")}
 
@@ -86,7 +124,8 @@ def samplers(monkeypatch):
             if provider != "trl":
                 (directory / "samples.jsonl").touch()
             else:
-                assert any(directory.glob("samples.jsonl"))  # ours draw before the peer is given the completions
+                # ours draw before the peer is given the completions
+                assert any(directory.glob("samples.jsonl"))
         return measured(1.0, steps, full_length=cut[provider])
 
     monkeypatch.setattr(trainers, "in_own_process", run)
@@ -100,7 +139,9 @@ def differences(directory):
     return {name: (figure["difference"], figure["agrees"]) for name, figure in figures.items()}
 
 
-def test_recipes_that_sample_agree_by_the_gradient_of_one_step_on_the_same_completions(samplers, tmp_path):
+def test_recipes_that_sample_agree_by_the_gradient_of_one_step_on_the_same_completions(
+    samplers, tmp_path
+):
     assert bench(tmp_path, "--recipe", "grpo") == 0
     assert differences(tmp_path) == {
         "trl": (0.0, True),
@@ -114,7 +155,9 @@ def test_recipes_that_sample_agree_by_the_gradient_of_one_step_on_the_same_compl
 
 
 @pytest.mark.parametrize(("far", "agrees"), [(4.0002, True), (4.0001, False)])
-def test_in_bfloat16_the_gradients_may_be_twice_as_far_as_the_peers(samplers, tmp_path, far, agrees):
+def test_in_bfloat16_the_gradients_may_be_twice_as_far_as_the_peers(
+    samplers, tmp_path, far, agrees
+):
     samplers.gradients |= {"trl in bfloat16": [3.0, far], "burnish": [3.0, 4.0003]}
     assert bench(tmp_path, "--recipe", "grpo", "--dtype", "bfloat16") == (0 if agrees else 1)
     assert differences(tmp_path)["burnish"] == (pytest.approx(6e-5, rel=0.1), agrees)
@@ -139,10 +182,15 @@ def test_a_mistake_is_named_with_the_fix(processes, tmp_path, capsys):
 
 def test_both_sides_are_given_the_same_completions():
     pairs = [
-        {"prompt": [f"{i}?"], "chosen": [f"right {i}"], "rejected": [f"wrong {i}"]} for i in range(3)
+        {"prompt": [f"{i}?"], "chosen": [f"right {i}"], "rejected": [f"wrong {i}"]}
+        for i in range(3)
     ]  # as conversations, of which only the order of the parts matters here
     assert list(RECIPES["dpo"].rows(iter(pairs))) == pairs
-    assert [row["completion"] for row in RECIPES["sft"].rows(iter(pairs))] == [["right 0"], ["right 1"], ["right 2"]]
+    assert [row["completion"] for row in RECIPES["sft"].rows(iter(pairs))] == [
+        ["right 0"],
+        ["right 1"],
+        ["right 2"],
+    ]
     kto = list(RECIPES["kto"].rows(iter(pairs)))
     assert [(row["completion"], row["label"]) for row in kto] == [
         (["right 0"], True),

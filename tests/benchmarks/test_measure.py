@@ -14,10 +14,14 @@ CPU = torch.device("cpu")
 SHAPE = (24, 8, 61)
 
 
-@pytest.mark.parametrize("outputs", [("loss",), ("logprob",), ("logprob", "entropy", "logsumexp")], ids="+".join)
+@pytest.mark.parametrize(
+    "outputs", [("loss",), ("logprob",), ("logprob", "entropy", "logsumexp")], ids="+".join
+)
 def test_the_truth_is_the_definition_in_float64_however_it_is_split(outputs):
     inputs = OPERATION.make_inputs(SHAPE, torch.bfloat16)
-    hidden, weight = (inputs.tensors[name].double().requires_grad_() for name in ("hidden", "weight"))
+    hidden, weight = (
+        inputs.tensors[name].double().requires_grad_() for name in ("hidden", "weight")
+    )
     result = linear_logprob(hidden, weight, inputs.tensors["target"], backend="reference")
     if outputs == ("loss",):
         values = {"loss": -result.logprob.mean()}
@@ -48,7 +52,9 @@ def test_the_limit_is_twice_the_error_of_the_naive_formula_rounded_to_the_dtype_
 
 def test_products_that_are_rounded_once_are_those_of_16_bits():
     draw = torch.Generator().manual_seed(0)
-    given = [torch.randn(size, generator=draw).bfloat16() for size in ((48, 300), (300, 80), (48, 80))]
+    given = [
+        torch.randn(size, generator=draw).bfloat16() for size in ((48, 300), (300, 80), (48, 80))
+    ]
     a, b, above = given[0].requires_grad_(), given[1].requires_grad_(), given[2]
     expected = [a @ b, *torch.autograd.grad(a @ b, (a, b), above)]
     with RoundedProducts(torch.bfloat16):
@@ -58,14 +64,20 @@ def test_products_that_are_rounded_once_are_those_of_16_bits():
     assert type(product.grad_fn).__name__ == "ToCopyBackward0"  # of float32
     for mine, other in zip(found, expected, strict=True):
         assert mine.dtype == torch.bfloat16
-        torch.testing.assert_close(mine, other, rtol=2**-8, atol=1e-2)  # at most the last digit, by the order of sums
+        # at most the last digit, by the order of sums
+        torch.testing.assert_close(mine, other, rtol=2**-8, atol=1e-2)
         assert (mine == other).float().mean() > 0.95
 
 
 def test_the_gate_names_the_worst_error_and_lets_no_nan_pass():
     limits = {"logprob": 1e-6, "d_hidden": 1e-3, "d_weight": 1e-3}
-    assert measure.gate({"logprob": 1e-6, "d_hidden": 1e-3, "d_weight": 0.0}, limits, {"d_hidden"}) is None
-    assert "d_hidden" in measure.gate({"logprob": 2e-6, "d_hidden": 1e-2, "d_weight": 0.0}, limits, {"d_hidden"})
+    assert (
+        measure.gate({"logprob": 1e-6, "d_hidden": 1e-3, "d_weight": 0.0}, limits, {"d_hidden"})
+        is None
+    )
+    assert "d_hidden" in measure.gate(
+        {"logprob": 2e-6, "d_hidden": 1e-2, "d_weight": 0.0}, limits, {"d_hidden"}
+    )
     assert "logprob" in measure.gate({"logprob": float("nan")}, limits, set())
 
 
@@ -80,7 +92,8 @@ def test_the_gate_wants_the_gradients_of_the_pass():
 
 
 @pytest.mark.parametrize(
-    ("kind", "gradients"), [("forward", set()), ("frozen", {"d_hidden"}), ("train", {"d_hidden", "d_weight"})]
+    ("kind", "gradients"),
+    [("forward", set()), ("frozen", {"d_hidden"}), ("train", {"d_hidden", "d_weight"})],
 )
 def test_a_pass_asks_for_its_gradients_and_no_others(kind, gradients):
     inputs, asked = OPERATION.make_inputs(SHAPE, torch.float32), []
@@ -103,7 +116,9 @@ def test_in_each_round_every_step_runs_once_and_every_other_round_is_backwards()
 
 
 def test_the_round_that_warms_up_is_not_counted(monkeypatch):
-    ticks = iter([100.0, 107.0, *(t for i in range(3) for t in (10.0 * i, 10.0 * i + 1, 10.0 * i + 3))])
+    ticks = iter(
+        [100.0, 107.0, *(t for i in range(3) for t in (10.0 * i, 10.0 * i + 1, 10.0 * i + 3))]
+    )
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(ticks))
     calls = []
 
@@ -124,13 +139,16 @@ def test_steps_that_follow_each_other_fill_the_time_and_count_by_their_median(mo
         mark()
         now[0] += 1.0
 
-    spans = measure.timed(step, CPU, seconds=5.0)  # the first may compile; the second says how many fill 5 s
+    # the first may compile; the second says how many fill 5 s
+    spans = measure.timed(step, CPU, seconds=5.0)
     assert spans == pytest.approx([0.1, 1.0]) and next(taken, None) is None
 
 
 def test_a_round_is_filled_but_for_the_one_that_warms_up(monkeypatch):
     asked = []
-    monkeypatch.setattr(measure, "timed", lambda step, device, seconds: asked.append(seconds) or [1.0])
+    monkeypatch.setattr(
+        measure, "timed", lambda step, device, seconds: asked.append(seconds) or [1.0]
+    )
     measure.interleave({"a": print}, 2, CPU, pytest.fail, seconds=0.3)
     assert asked == [0.0, 0.3, 0.3]
 
@@ -174,7 +192,9 @@ def test_a_ratio_is_taken_round_by_round():
 def test_the_products_of_a_pass_are_those_that_it_can_not_avoid(kind, floors, monkeypatch):
     inputs, flops = OPERATION.make_inputs(SHAPE, torch.float32), []
     mm = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, out: flops.append(2 * a.numel() * b.shape[1]) or mm(a, b, out=out))
+    monkeypatch.setattr(
+        torch, "mm", lambda a, b, out: flops.append(2 * a.numel() * b.shape[1]) or mm(a, b, out=out)
+    )
     found = products(inputs, kind, torch.float32)
     for step in found.steps.values():
         step(lambda: None)
@@ -199,7 +219,8 @@ def test_extra_memory_is_what_a_pass_adds_to_its_inputs():
     if found["forward"] is None:
         pytest.skip("this system does not tell")
     assert 1.9 * logits < found["forward"] < 2.4 * logits  # the logits, and their log-softmax
-    assert 2.9 * logits < found["train"] < 4.4 * logits  # and the gradient, which passes through two of them
+    # and the gradient, which passes through two of them
+    assert 2.9 * logits < found["train"] < 4.4 * logits
 
 
 def test_a_loss_is_made_from_logprobs_where_a_provider_has_only_them():

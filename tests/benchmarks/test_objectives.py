@@ -19,7 +19,10 @@ def inputs():
 def test_losses_and_gradients_are_the_peers_in_float64(inputs, name):
     tensors = Tensors(*inputs.tensors.values())
     flat, padded = (x.clone().requires_grad_() for x in (tensors.logp, tensors.padded))
-    ours, theirs = OURS[name](tensors._replace(logp=flat)), THEIRS[name](tensors._replace(padded=padded))
+    ours, theirs = (
+        OURS[name](tensors._replace(logp=flat)),
+        THEIRS[name](tensors._replace(padded=padded)),
+    )
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     (mine,), (other,) = torch.autograd.grad(ours, flat), torch.autograd.grad(theirs, padded)
     assert mine.any()
@@ -30,8 +33,14 @@ def test_both_layouts_hold_the_same_numbers(inputs):
     t = Tensors(*inputs.tensors.values())
     for flat, padded in ((t.logp, t.padded), (t.old, t.padded_old), (t.ref, t.padded_ref)):
         assert torch.equal(padded[t.mask], flat) and not padded[~t.mask].any()
-    assert torch.equal(t.sequence.bincount(), t.length) and t.length.sum() == 100 and t.length.min() >= 1
-    assert torch.equal(t.ref_sum, t.padded_ref.sum(1)) and torch.equal(t.row_mask[:, 1:], t.mask.long())
+    assert (
+        torch.equal(t.sequence.bincount(), t.length)
+        and t.length.sum() == 100
+        and t.length.min() >= 1
+    )
+    assert torch.equal(t.ref_sum, t.padded_ref.sum(1)) and torch.equal(
+        t.row_mask[:, 1:], t.mask.long()
+    )
 
 
 def test_both_sides_pass_the_gate(bench):
@@ -40,7 +49,9 @@ def test_both_sides_pass_the_gate(bench):
         (name, kind) for name in OURS for kind in ("forward", "train")
     ]
     rows = [row for case in report["cases"] for row in case["rows"]]
-    assert [row for row in rows if row["status"] != "measured"] == [] and len(rows) == 2 * len(report["cases"])
+    assert [row for row in rows if row["status"] != "measured"] == [] and len(rows) == 2 * len(
+        report["cases"]
+    )
     assert {tuple(sorted(row["errors"])) for row in rows if "d_logp" in row["errors"]} == {
         tuple(sorted((name, "d_logp"))) for name in OURS
     }
@@ -48,9 +59,21 @@ def test_both_sides_pass_the_gate(bench):
 
 def test_another_loss_than_the_peers_fails_and_so_does_the_command(bench, monkeypatch):
     monkeypatch.setitem(objectives.OURS, "dpo", lambda t: 1.001 * OURS["ipo"](t))
-    report = bench("--providers", "trl", "burnish", "--outputs", "dpo", "--passes", "train", benchmark="objectives")
+    report = bench(
+        "--providers",
+        "trl",
+        "burnish",
+        "--outputs",
+        "dpo",
+        "--passes",
+        "train",
+        benchmark="objectives",
+    )
     (case,) = report["cases"]
-    assert {row["provider"]: row["status"] for row in case["rows"]} == {"trl": "measured", "burnish": "failed"}
+    assert {row["provider"]: row["status"] for row in case["rows"]} == {
+        "trl": "measured",
+        "burnish": "failed",
+    }
     assert report["status"] == 1
 
 

@@ -21,7 +21,9 @@ def test_a_users_module_is_found_where_the_command_is_called(tmp_path, monkeypat
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", ".")])
     provider = OPERATION.find("my_heads:zero")
     assert provider.name == "my_heads:zero"
-    (logprob,) = provider.compute(torch.ones(3, 2), torch.ones(5, 2), torch.zeros(3, dtype=torch.int64), ("logprob",))
+    (logprob,) = provider.compute(
+        torch.ones(3, 2), torch.ones(5, 2), torch.zeros(3, dtype=torch.int64), ("logprob",)
+    )
     assert torch.equal(logprob, torch.zeros(3))
 
 
@@ -74,7 +76,11 @@ def test_any_budget_of_ours_can_be_named():
 
 def test_the_wheel_has_the_benchmarks_that_need_no_peer():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    shipped = {name for name in project["tool"]["setuptools"]["packages"] if name.startswith("burnish.benchmarks")}
+    shipped = {
+        name
+        for name in project["tool"]["setuptools"]["packages"]
+        if name.startswith("burnish.benchmarks")
+    }
     assert shipped == {"burnish.benchmarks", "burnish.benchmarks.gpu"}
 
 

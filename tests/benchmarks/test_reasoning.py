@@ -1,4 +1,6 @@
-"""GRPO on a real model: which questions are asked, what counts as right, what is written. The model here is tiny."""
+"""GRPO on a real model: which questions are asked, what counts as right, what is written. The model
+here is tiny.
+"""
 
 import json
 
@@ -14,7 +16,8 @@ pytest.importorskip("reasoning_gym")
 
 def test_no_question_that_is_measured_on_is_trained_on(monkeypatch):
     monkeypatch.setitem(reasoning.TASK, "min_digits", 1)
-    monkeypatch.setitem(reasoning.TASK, "max_digits", 1)  # of which there are few enough to meet again
+    # of which there are few enough to meet again
+    monkeypatch.setitem(reasoning.TASK, "max_digits", 1)
     trained, held_out = reasoning.questions(200, 40)
     asked = {row["prompt"] for row in trained}
     assert not asked & {row["prompt"] for row in held_out}
@@ -37,9 +40,13 @@ def test_a_right_answer_is_told_from_a_right_number(text, right, first, verified
     row = next(row for row in reasoning.questions(2, 40)[1] if int(row["answer"]) < 0)
     said = text.replace("30", row["answer"][1:])
     sample = Sample(0, 0, [1], [2], [True], [0.0], [], "stop", said)
-    scores = {reward.name: reward.function(row, sample) for reward in resolve_rewards(reasoning.REWARDS)}
+    scores = {
+        reward.name: reward.function(row, sample) for reward in resolve_rewards(reasoning.REWARDS)
+    }
     assert (scores["right"], scores["first_number_right"]) == (right, first)
-    assert scores["reasoning_gym"] == verified or (verified is None and 0 < scores["reasoning_gym"] < 1)
+    assert scores["reasoning_gym"] == verified or (
+        verified is None and 0 < scores["reasoning_gym"] < 1
+    )
 
 
 def test_only_the_verifier_is_learned_from():
@@ -64,9 +71,15 @@ def test_rewards_of_a_step_are_those_of_all_answers_that_were_drawn_for_it(tmp_p
     scores = [(0, 1.0), (1, 0.0), (1, None), (1, 0.6)]
     for task, (version, score) in enumerate(scores):
         rewards = {"right": score}
-        sample = Sample(task, 0, [1], [2], [True], [-1.0], [VersionSpan(version, 0, 1)], "stop", "", rewards)
+        sample = Sample(
+            task, 0, [1], [2], [True], [-1.0], [VersionSpan(version, 0, 1)], "stop", "", rewards
+        )
         write_samples(tmp_path / "samples.jsonl", [sample])
-    kept = [{"step": 0, "eval/reward": 0.5}, {"step": 1, "rewards/right/mean": 0.9, "loss": 3.0}, {"step": 2}]
+    kept = [
+        {"step": 0, "eval/reward": 0.5},
+        {"step": 1, "rewards/right/mean": 0.9, "loss": 3.0},
+        {"step": 2},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     start, first, second = reasoning.read_steps(tmp_path)
     assert start == {"step": 0}
@@ -80,7 +93,13 @@ def test_a_run_writes_its_figures_and_a_picture_of_them(tmp_path, monkeypatch):
     monkeypatch.setattr(reasoning, "RESULTS", tmp_path)
     monkeypatch.setattr(reasoning, "TRAINED", 8)
     monkeypatch.setattr(reasoning, "HELD_OUT", 4)
-    tiny = {"steps": 2, "dynamic_sampling": False, "prompts_per_rollout": 2, "group_size": 2, "eval_every": 1}
+    tiny = {
+        "steps": 2,
+        "dynamic_sampling": False,
+        "prompts_per_rollout": 2,
+        "group_size": 2,
+        "eval_every": 1,
+    }
     tiny["show_every"] = 0
     monkeypatch.setattr(reasoning, "SETTINGS", reasoning.SETTINGS | tiny)
     reasoning.main([str(tmp_path / "kept")])

@@ -13,8 +13,13 @@ RESULTS = Path(report.__file__).parent / "results"
 
 def test_the_json_holds_what_the_table_and_the_markdown_show(bench, register, capsys, tmp_path):
     wrong = register("zero", lambda hidden, weight, target: (hidden @ weight.t())[:, 0] * 0)
-    saved = bench("--providers", "naive", "burnish-torch", wrong, "--outputs", "logprob", "--dead_rows", "0.5")
-    table, markdown = capsys.readouterr().out.splitlines(), (tmp_path / "kernels.md").read_text().splitlines()
+    saved = bench(
+        "--providers", "naive", "burnish-torch", wrong, "--outputs", "logprob", "--dead_rows", "0.5"
+    )
+    table, markdown = (
+        capsys.readouterr().out.splitlines(),
+        (tmp_path / "kernels.md").read_text().splitlines(),
+    )
     assert len(saved["cases"]) == 3
     for case in saved["cases"]:
         title = report.title(case)
@@ -22,7 +27,9 @@ def test_the_json_holds_what_the_table_and_the_markdown_show(bench, register, ca
         assert f"## {title}" in markdown
         for row in [report.header(case), *report.cells(case)]:
             assert f"| {' | '.join(row)} |" in markdown
-            assert [part for cell in row for part in cell.split()] in [line.split() for line in table]
+            assert [part for cell in row for part in cell.split()] in [
+                line.split() for line in table
+            ]
         (reason,) = report.reasons(case)
         assert reason.startswith("mine:zero failed: logprob is off by")
         assert f"- {reason}" in markdown
@@ -31,7 +38,10 @@ def test_the_json_holds_what_the_table_and_the_markdown_show(bench, register, ca
 
 def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
     seconds = {"median": 0.0123456, "min": 0.012, "max": 1.5, "rounds": []}
-    floor = {"6NDV": {"seconds": seconds, "tflops": 0.5}, "8NDV": {"seconds": seconds, "tflops": 0.5}}
+    floor = {
+        "6NDV": {"seconds": seconds, "tflops": 0.5},
+        "8NDV": {"seconds": seconds, "tflops": 0.5},
+    }
     row = {
         "provider": "fast",
         "status": "measured",
@@ -49,9 +59,17 @@ def test_a_row_shows_milliseconds_megabytes_and_the_worst_errors():
     assert shown == ["fast", "12.3", "12–1500", "123", "1.23", "0.90", "", "250", "3e-06", "2e-03"]
     clocks = {"mhz": 1755.0, "watts": 690.2, "celsius": 61.0, "samples": 9}
     failed = {"provider": "slow", "status": "failed", "reason": "off", "errors": {}}
-    on_gpu = case | {"rows": [row | {"clocks": clocks}, row | {"clocks": {"absent": "no nvidia-smi"}}, failed]}
+    on_gpu = case | {
+        "rows": [row | {"clocks": clocks}, row | {"clocks": {"absent": "no nvidia-smi"}}, failed]
+    }
     assert report.header(on_gpu)[-1] == "MHz / W / °C"
-    assert [cells[-1] for cells in report.cells(on_gpu)] == ["", "", "1755 / 690 / 61", "unknown", ""]
+    assert [cells[-1] for cells in report.cells(on_gpu)] == [
+        "",
+        "",
+        "1755 / 690 / 61",
+        "unknown",
+        "",
+    ]
     assert {len(cells) for cells in report.cells(on_gpu)} == {len(report.header(on_gpu))}
 
 

@@ -1,4 +1,6 @@
-"""The prompts and models on which GRPO is compared, and a step of both sides on the same completions."""
+"""The prompts and models on which GRPO is compared, and a step of both sides on the same
+completions.
+"""
 
 import json
 
@@ -18,7 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def pairs(*asked):
-    return [{"prompt": [{"content": text}], "chosen": [{"content": f"to {text[:9]}"}]} for text in asked]
+    return [
+        {"prompt": [{"content": text}], "chosen": [{"content": f"to {text[:9]}"}]} for text in asked
+    ]
 
 
 def test_each_question_follows_others_that_are_answered():
@@ -41,9 +45,17 @@ def model(tmp_path):
 
 def test_a_talkative_model_has_the_same_weights_and_another_end(model, tmp_path):
     target = talkative(model, tmp_path)
-    tokenizer, end = AutoTokenizer.from_pretrained(target), AutoTokenizer.from_pretrained(model).unk_token_id
+    tokenizer, end = (
+        AutoTokenizer.from_pretrained(target),
+        AutoTokenizer.from_pretrained(model).unk_token_id,
+    )
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model, target))
-    assert tokenizer.eos_token_id == after.config.eos_token_id == after.generation_config.eos_token_id == end
+    assert (
+        tokenizer.eos_token_id
+        == after.config.eos_token_id
+        == after.generation_config.eos_token_id
+        == end
+    )
     assert tokenizer.pad_token_id == after.generation_config.pad_token_id == 1 != end
     torch.testing.assert_close(after.state_dict(), before.state_dict(), rtol=0, atol=0)
 
@@ -54,20 +66,30 @@ def test_the_reward_is_the_share_of_vowels():
 
 def test_completions_have_their_length_if_hardly_one_has_ended_early():
     lines = [{"completions/mean_length": mean} for mean in (64.0, 63.0)]
-    assert full_length(lines, 64) and not full_length([*lines, {"completions/mean_length": 62.0}], 64)
+    assert full_length(lines, 64) and not full_length(
+        [*lines, {"completions/mean_length": 62.0}], 64
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the peer's own
 def test_grpo_and_trl_take_the_same_step_on_the_same_completions(model, tmp_path):
     target = talkative(model, tmp_path)
-    data, evidence = write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4)))), tmp_path / "evidence"
+    data, evidence = (
+        write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4)))),
+        tmp_path / "evidence",
+    )
     evidence.mkdir()
-    ours, theirs = (run_provider("grpo", name, target, data, 2, 1, "float32", evidence) for name in ("burnish", "trl"))
+    ours, theirs = (
+        run_provider("grpo", name, target, data, 2, 1, "float32", evidence)
+        for name in ("burnish", "trl")
+    )
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
     assert distance(evidence / "burnish.float32.pt", evidence / "trl.float32.pt") < 1e-5
 
-    samples = [json.loads(line) for line in (evidence / "burnish" / SAMPLES).read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (evidence / "burnish" / SAMPLES).read_text().splitlines()
+    ]
     assert len(samples) == 16 and len({tuple(sample["tokens"]) for sample in samples}) == 16
 
     # On other answers the gradient is another one.
@@ -83,6 +105,8 @@ def test_the_two_are_to_ask_the_same_prompts(model, tmp_path):
     target = talkative(model, tmp_path)
     data = write_rows(tmp_path / "rows.jsonl", questions(iter(sums(4))))
     (tmp_path / "burnish").mkdir()
-    write_rows(tmp_path / "burnish" / SAMPLES, [{"prompt": [1, 2], "tokens": [3], "logprobs": [-1.0]}] * 16)
+    write_rows(
+        tmp_path / "burnish" / SAMPLES, [{"prompt": [1, 2], "tokens": [3], "logprobs": [-1.0]}] * 16
+    )
     with pytest.raises(RuntimeError, match="the two sides ask other prompts"):
         run_provider("grpo", "trl", target, data, 1, 1, "float32", tmp_path)

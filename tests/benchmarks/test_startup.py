@@ -24,10 +24,28 @@ def test_a_process_that_fails_is_named_with_its_output():
 
 def test_a_run_of_one_step_is_a_multiple_of_the_same_work_alone(tmp_path, monkeypatch, capsys):
     pytest.importorskip("reasoning_gym")
-    code = "import sys, time; time.sleep(0.4); print('step 1/1'); sys.exit(2 * ('--bta' in sys.argv))"
+    code = (
+        "import sys, time; time.sleep(0.4); print('step 1/1'); sys.exit(2 * ('--bta' in sys.argv))"
+    )
     monkeypatch.setattr(startup, "BURNISH", [sys.executable, "-c", code])
-    monkeypatch.setattr(startup, "ALONE", [sys.executable, "-c", "import sys; print(len(sys.argv))"])
-    assert main(["startup", "--rounds", "1", "--model", "some/model", "--demo", "--output", str(tmp_path)]) == 0
+    monkeypatch.setattr(
+        startup, "ALONE", [sys.executable, "-c", "import sys; print(len(sys.argv))"]
+    )
+    assert (
+        main(
+            [
+                "startup",
+                "--rounds",
+                "1",
+                "--model",
+                "some/model",
+                "--demo",
+                "--output",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     figures = json.loads((tmp_path / "startup.json").read_text())["figures"]
     assert figures.keys() == {
         *startup.COMMANDS,
@@ -59,6 +77,10 @@ def test_the_work_alone_is_one_step_of_the_recipe(tmp_path, recipe):
     data = write_rows(tmp_path / "rows.jsonl", pairs if recipe == "dpo" else rows)
     model = save_model(tmp_path / "model")
     startup.alone(recipe, str(model), str(data), str(tmp_path / "saved"))
-    before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (model, tmp_path / "saved"))
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path).state_dict()
+        for path in (model, tmp_path / "saved")
+    )
     moved = max((after[name] - before[name]).abs().max() for name in before)
-    assert moved < 2e-6 and (moved > 0) == (recipe == "dpo")  # AdamW at 1e-6; no sampled completion is right
+    # AdamW at 1e-6; no sampled completion is right
+    assert moved < 2e-6 and (moved > 0) == (recipe == "dpo")

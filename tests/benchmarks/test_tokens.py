@@ -10,7 +10,9 @@ def test_memory_is_listed_by_process_and_tenth_of_the_time_and_shared_pages_coun
     program = "import os, time; held = b'x' * 80_000_000; time.sleep(2); os.fork(); time.sleep(2); print('done')"
     output, memory = _watched([sys.executable, "-c", program], os.environ)
     assert output.split() == ["done"] * 2
-    kinds = {f"{name}, {kind}" for name in ("parent", "process 1") for kind in ("resident", "private")}
+    kinds = {
+        f"{name}, {kind}" for name in ("parent", "process 1") for kind in ("resident", "private")
+    }
     assert set(memory) == kinds | {"all, private"}
     assert all(len(tenths) == 10 for tenths in memory.values())
     assert memory["process 1, private"][0] == 0

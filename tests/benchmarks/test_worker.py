@@ -13,9 +13,21 @@ from burnish.benchmarks.operation import Provider
 
 
 @pytest.mark.slow
-def test_a_provider_that_dies_or_hangs_is_shown_with_the_reason_and_the_others_are_measured(tmp_path, cli):
+def test_a_provider_that_dies_or_hangs_is_shown_with_the_reason_and_the_others_are_measured(
+    tmp_path, cli
+):
     names = ["danger:dies", "naive", "danger:hangs", "danger:well", "danger:broken"]
-    arguments = ["--shapes", "tiny", "--outputs", "logprob", "--passes", "forward", "--rounds", "1", "--no-memory"]
+    arguments = [
+        "--shapes",
+        "tiny",
+        "--outputs",
+        "logprob",
+        "--passes",
+        "forward",
+        "--rounds",
+        "1",
+        "--no-memory",
+    ]
     arguments += ["--device", "cpu", "--isolate", "--patience", "20", "--output", str(tmp_path)]
     done = cli("kernels", "--providers", *names, *arguments)
     report = json.loads((tmp_path / "kernels.json").read_text())
@@ -33,7 +45,17 @@ def test_a_provider_that_dies_or_hangs_is_shown_with_the_reason_and_the_others_a
 
 
 def plan(**changes):
-    setting = ("kernels", (64, 32, 257), "float32", "cpu", 0.0, (), "random", ("logprob",), ("forward",))
+    setting = (
+        "kernels",
+        (64, 32, 257),
+        "float32",
+        "cpu",
+        0.0,
+        (),
+        "random",
+        ("logprob",),
+        ("forward",),
+    )
     return harness.Plan(*setting, 1, 0.0, False, 1)._replace(**changes)
 
 
@@ -46,7 +68,9 @@ def test_a_lost_gpu_ends_the_case_for_all_and_an_error_does_not(monkeypatch):
     assert [row["status"] for row in case["rows"]] == ["failed", "measured"]
 
     failure = harness.failure
-    monkeypatch.setattr(harness, "failure", lambda error, device: failure(error, torch.device("cuda")))
+    monkeypatch.setattr(
+        harness, "failure", lambda error, device: failure(error, torch.device("cuda"))
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", broken)
     with pytest.raises(worker.Lost, match="illegal memory access"):
         harness.measured(plan(), ["broken", "naive"])
@@ -60,7 +84,11 @@ def test_a_gpu_that_does_not_answer_is_lost_and_one_without_memory_is_not(monkey
     problem = torch.OutOfMemoryError("CUDA out of memory")
     raised = ValueError("no such tile\nmore")
     failed = {"status": "failed", "reason": "ValueError: no such tile"}
-    assert harness.failure(raised, torch.device("cuda")) == harness.failure(raised, torch.device("cpu")) == failed
+    assert (
+        harness.failure(raised, torch.device("cuda"))
+        == harness.failure(raised, torch.device("cpu"))
+        == failed
+    )
     problem = RuntimeError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(worker.Lost, match=r"ValueError: no such tile$"):
         harness.failure(raised, torch.device("cuda"))
@@ -118,8 +146,22 @@ def test_a_case_without_memory_for_the_truth_is_named_and_the_next_one_measured(
         return function(*arguments)
 
     monkeypatch.setattr(worker.Worker, "call", call)
-    arguments = ["--providers", "naive", "trl", "--outputs", "loss", "logprob", "--passes", "forward"]
+    arguments = [
+        "--providers",
+        "naive",
+        "trl",
+        "--outputs",
+        "loss",
+        "logprob",
+        "--passes",
+        "forward",
+    ]
     report = bench("--isolate", *arguments)
-    assert report["unavailable"] == {"kernels 64x32x257 float32 loss": "OutOfMemoryError: CUDA out of memory"}
+    assert report["unavailable"] == {
+        "kernels 64x32x257 float32 loss": "OutOfMemoryError: CUDA out of memory"
+    }
     (case,) = report["cases"]
-    assert case["outputs"] == ["logprob"] and [row["status"] for row in case["rows"]] == ["measured", "lost"]
+    assert case["outputs"] == ["logprob"] and [row["status"] for row in case["rows"]] == [
+        "measured",
+        "lost",
+    ]

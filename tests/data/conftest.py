@@ -1,4 +1,6 @@
-"""Small tokenizers and chat templates that need no download, and the real ones where they are installed."""
+"""Small tokenizers and chat templates that need no download, and the real ones where they are
+installed.
+"""
 
 import importlib
 import importlib.util
@@ -50,7 +52,15 @@ TEMPLATES = {
     ),
 }
 SPECIAL = [
-    *("<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *(
+        "<bos>",
+        "<eos>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
     *("<start_of_turn>", "<end_of_turn>"),
 ]
 
@@ -66,12 +76,18 @@ def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
     """One token per byte, and " b" one token of its own, so that tokens can merge over an edge."""
 
     def build(
-        template: str | None = "chatml", *, adds_bos: bool = False, merged: str = "Ġb", **special: str
+        template: str | None = "chatml",
+        *,
+        adds_bos: bool = False,
+        merged: str = "Ġb",
+        **special: str,
     ) -> PreTrainedTokenizerFast:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = {token: index for index, token in enumerate([*alphabet, merged])}
         core = Tokenizer(models.BPE(vocab=vocabulary, merges=[(merged[0], merged[1])]))
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=merged == "Ġb")
+        core.pre_tokenizer = pre_tokenizers.ByteLevel(
+            add_prefix_space=False, use_regex=merged == "Ġb"
+        )
         if merged != "Ġb":
             lines = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+(?!\S)|\s+|\w+"), "isolated")
             core.pre_tokenizer = pre_tokenizers.Sequence([lines, core.pre_tokenizer])
@@ -79,9 +95,13 @@ def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
         core.add_special_tokens(SPECIAL)
         if adds_bos:
             bos = ("<bos>", core.token_to_id("<bos>"))
-            core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[bos])
+            core.post_processor = processors.TemplateProcessing(
+                single="<bos> $A", special_tokens=[bos]
+            )
         special = {"bos_token": "<bos>", "eos_token": "<eos>"} | special
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, **{k: v for k, v in special.items() if v})
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=core, **{k: v for k, v in special.items() if v}
+        )
         tokenizer.chat_template = template and TEMPLATES[template]
         return tokenizer
 
@@ -104,6 +124,11 @@ def trl() -> ModuleType:
         pytest.skip("the package trl is not installed")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("trl.data_utils", "trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.trainer.sft_trainer"):
+        for name in (
+            "trl.data_utils",
+            "trl.trainer.dpo_trainer",
+            "trl.trainer.kto_trainer",
+            "trl.trainer.sft_trainer",
+        ):
             importlib.import_module(name)
     return importlib.import_module("trl")

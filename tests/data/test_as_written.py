@@ -8,13 +8,25 @@ import pytest
 from burnish.data import encode_supervised, load
 
 DATES = [{"prompt": "a", "answer": "2024-05-01"}, {"prompt": "b", "answer": "2023-01-02 10:00:00"}]
-MIXED = [{"prompt": "a", "answer": "06"}, {"prompt": "b", "answer": 6}, {"prompt": "c", "answer": None}]
-AS_TEXT = [{"prompt": "a", "answer": "06"}, {"prompt": "b", "answer": "6"}, {"prompt": "c", "answer": None}]
+MIXED = [
+    {"prompt": "a", "answer": "06"},
+    {"prompt": "b", "answer": 6},
+    {"prompt": "c", "answer": None},
+]
+AS_TEXT = [
+    {"prompt": "a", "answer": "06"},
+    {"prompt": "b", "answer": "6"},
+    {"prompt": "c", "answer": None},
+]
 
 
 def write(path, rows):
     """As lines; as one list in a .json file."""
-    text = json.dumps(rows) if ".json" in path.suffixes else "".join(json.dumps(row) + "\n" for row in rows)
+    text = (
+        json.dumps(rows)
+        if ".json" in path.suffixes
+        else "".join(json.dumps(row) + "\n" for row in rows)
+    )
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
@@ -27,7 +39,10 @@ def test_dates_of_a_json_file_are_text(tmp_path, name) -> None:
 
 
 def test_dates_within_messages_are_trained_on(tmp_path, byte_tokenizer) -> None:
-    messages = [{"role": "user", "content": "2024-05-01"}, {"role": "assistant", "content": "2024-05-02"}]
+    messages = [
+        {"role": "user", "content": "2024-05-01"},
+        {"role": "assistant", "content": "2024-05-02"},
+    ]
     tokenizer = byte_tokenizer()
     data, _ = encode_supervised(write(tmp_path / "a.jsonl", [{"messages": messages}]), tokenizer)
     assert tokenizer.decode(data[0]["completions"][0]) == "2024-05-02<|im_end|>"

@@ -8,7 +8,9 @@ from datasets import Dataset
 
 
 def cases(count: int):
-    """Seeded settings of every kind: few and many ranks, tight and loose budgets, batches larger than the data."""
+    """Seeded settings of every kind: few and many ranks, tight and loose budgets, batches larger
+    than the data.
+    """
     draw = random.Random(0)
     for _ in range(count):
         size = draw.randint(1, 40)
@@ -54,7 +56,9 @@ def test_a_micro_batch_keeps_to_the_budget_unless_one_example_alone_does_not(cas
         for rank in batches.plan(step):
             for micro in rank:
                 cost = sum(case["lengths"][index] for index in micro)
-                assert case["micro_tokens"] is None or cost <= case["micro_tokens"] or len(micro) == 1
+                assert (
+                    case["micro_tokens"] is None or cost <= case["micro_tokens"] or len(micro) == 1
+                )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -71,12 +75,23 @@ def test_every_rank_has_as_many_micro_batches_and_none_is_empty_on_all(case) -> 
 def test_ranks_differ_by_no_more_than_one_example(case) -> None:
     batches = Batches(**case)
     for step in range(len(batches)):
-        load = [sum(case["lengths"][i] for micro in rank for i in micro) for rank in batches.plan(step)]
-        assert max(load) - min(load) <= max(case["lengths"][index] for index in batches.indices(step))
+        load = [
+            sum(case["lengths"][i] for micro in rank for i in micro) for rank in batches.plan(step)
+        ]
+        assert max(load) - min(load) <= max(
+            case["lengths"][index] for index in batches.indices(step)
+        )
 
 
 def test_a_step_is_the_same_whether_or_not_the_steps_before_it_ran() -> None:
-    settings = {"lengths": list(range(1, 24)), "batch_size": 5, "micro_tokens": 30, "seed": 3, "epochs": 7, "ranks": 2}
+    settings = {
+        "lengths": list(range(1, 24)),
+        "batch_size": 5,
+        "micro_tokens": 30,
+        "seed": 3,
+        "epochs": 7,
+        "ranks": 2,
+    }
     unbroken = Batches(**settings)
     plans = [unbroken.plan(step) for step in range(len(unbroken))]
     for step in (17, 2, len(plans) - 1):
@@ -85,7 +100,9 @@ def test_a_step_is_the_same_whether_or_not_the_steps_before_it_ran() -> None:
 
 def test_the_order_depends_on_seed_and_epoch() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return Batches([1] * 50, batch_size=50, micro_tokens=None, seed=seed, epochs=2).indices(epoch)
+        return Batches([1] * 50, batch_size=50, micro_tokens=None, seed=seed, epochs=2).indices(
+            epoch
+        )
 
     assert order(0, 0) != order(1, 0)
     assert order(0, 0) != order(0, 1)
@@ -100,7 +117,9 @@ def test_the_shuffled_order_stays_what_it_is() -> None:
 
 
 def test_without_shuffling_one_rank_sees_the_order_of_the_data() -> None:
-    batches = Batches([5, 1, 9, 2, 2], batch_size=2, micro_tokens=None, seed=0, shuffle=False, epochs=2)
+    batches = Batches(
+        [5, 1, 9, 2, 2], batch_size=2, micro_tokens=None, seed=0, shuffle=False, epochs=2
+    )
     assert [batches.plan(step) for step in range(len(batches))] == [
         [[[0, 1]]],
         [[[2, 3]]],
@@ -122,7 +141,9 @@ def test_steps_go_on_over_as_many_epochs_as_they_take() -> None:
 
 
 def test_micro_batches_are_evenly_filled() -> None:
-    batches = Batches([6, 6, 6, 1, 1, 1], batch_size=6, micro_tokens=12, seed=0, shuffle=False, epochs=1)
+    batches = Batches(
+        [6, 6, 6, 1, 1, 1], batch_size=6, micro_tokens=12, seed=0, shuffle=False, epochs=1
+    )
     (rank,) = batches.plan(0)
     assert sorted(sum([6, 6, 6, 1, 1, 1][i] for i in micro) for micro in rank) == [9, 12]
 
@@ -134,7 +155,9 @@ def test_the_budget_comes_before_evenness() -> None:
 
 
 def spread_by_definition(positions, cost, bins):
-    """Longest first, each to the bin with the least so far; of equal ones the one with the fewest, then the first."""
+    """Longest first, each to the bin with the least so far; of equal ones the one with the fewest,
+    then the first.
+    """
     filled, load = [[] for _ in range(bins)], [0] * bins
     for position in sorted(positions, key=lambda p: -cost[p]):
         lightest = min(range(bins), key=lambda b: (load[b], len(filled[b])))
@@ -146,7 +169,9 @@ def spread_by_definition(positions, cost, bins):
 def first_fit_by_definition(positions, cost, limit):
     filled, load = [], []
     for position in sorted(positions, key=lambda p: -cost[p]):
-        fits = next((b for b in range(len(filled)) if load[b] + cost[position] <= limit), len(filled))
+        fits = next(
+            (b for b in range(len(filled)) if load[b] + cost[position] <= limit), len(filled)
+        )
         if fits == len(filled):
             filled.append([])
             load.append(0)
@@ -164,7 +189,9 @@ def balanced_by_definition(cost, ranks, micro_tokens):
     plan = []
     for parts in packed:
         even = spread_by_definition([position for part in parts for position in part], cost, count)
-        if micro_tokens and any(len(part) > 1 and sum(cost[p] for p in part) > micro_tokens for part in even):
+        if micro_tokens and any(
+            len(part) > 1 and sum(cost[p] for p in part) > micro_tokens for part in even
+        ):
             even = [sorted(part) for part in parts] + [[] for _ in range(count - len(parts))]
         plan.append(sorted(even, key=lambda part: part[0] if part else len(cost)))
     return plan
@@ -181,8 +208,12 @@ def test_a_plan_is_the_one_that_its_definition_gives(seed) -> None:
     draw = random.Random(seed)
     for _ in range(50):
         cost, ranks = random_costs(draw), draw.choice([1, 2, 3, 8, 64])
-        micro_tokens = draw.choice([None, 1, max(cost) + 1, 2 * max(cost) + 1, sum(cost) // ranks + 1, 500])
-        assert balanced(cost, ranks, micro_tokens) == balanced_by_definition(cost, ranks, micro_tokens)
+        micro_tokens = draw.choice(
+            [None, 1, max(cost) + 1, 2 * max(cost) + 1, sum(cost) // ranks + 1, 500]
+        )
+        assert balanced(cost, ranks, micro_tokens) == balanced_by_definition(
+            cost, ranks, micro_tokens
+        )
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -206,7 +237,8 @@ def test_the_time_to_plan_a_step_grows_as_its_size_does(ranks) -> None:
             times.append(time.process_time() - began)
         return min(times)
 
-    assert seconds(32_000) < 100 * seconds(2_000)  # 16 times as many; 256 times as long if each looked at each
+    # 16 times as many; 256 times as long if each looked at each
+    assert seconds(32_000) < 100 * seconds(2_000)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +254,13 @@ def test_the_time_to_plan_a_step_grows_as_its_size_does(ranks) -> None:
     ],
 )
 def test_impossible_settings_are_refused(change, message) -> None:
-    settings = {"lengths": [1, 2], "batch_size": 2, "micro_tokens": None, "seed": 0, "epochs": 1} | change
+    settings = {
+        "lengths": [1, 2],
+        "batch_size": 2,
+        "micro_tokens": None,
+        "seed": 0,
+        "epochs": 1,
+    } | change
     with pytest.raises(ValueError, match=message):
         Batches(**settings)
 

@@ -21,7 +21,9 @@ HOSTILE = {
         "more than (1024 MiB of memory|1 s)",
     ),
 }
-ROWS = [{"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}]
+ROWS = [
+    {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]}
+]
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -31,7 +33,9 @@ def test_a_hostile_template_is_refused_within_seconds(kind, byte_tokenizer, monk
     tokenizer = byte_tokenizer(None)
     tokenizer.chat_template = template
     began = time.process_time()
-    with pytest.raises(DataError, match=f"chat_template: it takes {limit} to render one conversation"):
+    with pytest.raises(
+        DataError, match=f"chat_template: it takes {limit} to render one conversation"
+    ):
         encode_supervised([load(ROWS)], tokenizer)
     assert time.process_time() - began < 2, "this process rendered it, too"
 
@@ -41,7 +45,9 @@ def test_a_template_is_tried_out_once(byte_tokenizer, monkeypatch):
     monkeypatch.setattr(chat, "_TRIED", set())
     monkeypatch.setattr(chat, "excess", lambda call: tried.append(call))
     tokenizer = byte_tokenizer(None)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end|>\n{% endfor %}"
+    )
     encoder = chat.Encoder(tokenizer)
     for _ in range(3):
         encoder.render(ROWS[0]["messages"], options={})

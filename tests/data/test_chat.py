@@ -34,15 +34,28 @@ def trained_runs(tokenizer, messages, **kwargs) -> list[str]:
 
 @pytest.mark.parametrize(
     ("template", "end"),
-    [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>"), ("markers", "<|im_end|>")],
+    [
+        ("chatml", "<|im_end|>"),
+        ("llama3", "<|eot_id|>"),
+        ("gemma", "<end_of_turn>"),
+        ("markers", "<|im_end|>"),
+    ],
 )
-def test_what_is_trained_is_every_answer_with_its_end_token_and_nothing_else(byte_tokenizer, template, end) -> None:
-    assert trained_runs(byte_tokenizer(template), CHAT) == [f"bonjour, é{end}", f"4 assistant\nfour{end}"]
+def test_what_is_trained_is_every_answer_with_its_end_token_and_nothing_else(
+    byte_tokenizer, template, end
+) -> None:
+    assert trained_runs(byte_tokenizer(template), CHAT) == [
+        f"bonjour, é{end}",
+        f"4 assistant\nfour{end}",
+    ]
 
 
 def test_what_is_trained_with_the_template_of_a_real_model(smollm2) -> None:
     assert trained_runs(smollm2, CHAT) == ["bonjour, é<|im_end|>", "4 assistant\nfour<|im_end|>"]
-    assert trained_runs(smollm2, CHAT[1:]) == ["bonjour, é<|im_end|>", "4 assistant\nfour<|im_end|>"]
+    assert trained_runs(smollm2, CHAT[1:]) == [
+        "bonjour, é<|im_end|>",
+        "4 assistant\nfour<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("template", ["chatml", "markers"])
@@ -50,12 +63,21 @@ def test_answers_before_the_start_are_not_trained(byte_tokenizer, template) -> N
     assert trained_runs(byte_tokenizer(template), CHAT, start=3) == ["4 assistant\nfour<|im_end|>"]
 
 
-def test_a_conversation_of_one_turn_splits_even_where_history_would_be_rewritten(byte_tokenizer) -> None:
-    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>easy</think>4"}]
-    assert trained_runs(byte_tokenizer("forgets_thinking"), messages) == ["<think>easy</think>4<|im_end|>"]
+def test_a_conversation_of_one_turn_splits_even_where_history_would_be_rewritten(
+    byte_tokenizer,
+) -> None:
+    messages = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "<think>easy</think>4"},
+    ]
+    assert trained_runs(byte_tokenizer("forgets_thinking"), messages) == [
+        "<think>easy</think>4<|im_end|>"
+    ]
 
 
-def test_turns_that_a_template_rewrites_as_history_are_examples_of_their_own(byte_tokenizer) -> None:
+def test_turns_that_a_template_rewrites_as_history_are_examples_of_their_own(
+    byte_tokenizer,
+) -> None:
     messages = [
         {"role": "user", "content": "2+2?"},
         {"role": "assistant", "content": "<think>easy</think>4"},
@@ -66,7 +88,10 @@ def test_turns_that_a_template_rewrites_as_history_are_examples_of_their_own(byt
     ]
     tokenizer = byte_tokenizer("forgets_thinking")
     found = [
-        (tokenizer.decode(ids), tokenizer.decode([token for token, train in zip(ids, trained, strict=True) if train]))
+        (
+            tokenizer.decode(ids),
+            tokenizer.decode([token for token, train in zip(ids, trained, strict=True) if train]),
+        )
         for ids, trained, _ in Encoder(tokenizer).assistant(messages, {})
     ]
     first, between, second = (
@@ -84,7 +109,9 @@ def test_turns_that_a_template_rewrites_as_history_are_examples_of_their_own(byt
     ]
 
 
-def test_turns_that_markers_mark_are_examples_of_their_own_where_history_is_rewritten(byte_tokenizer) -> None:
+def test_turns_that_markers_mark_are_examples_of_their_own_where_history_is_rewritten(
+    byte_tokenizer,
+) -> None:
     tokenizer = byte_tokenizer("markers")
     source = tokenizer.chat_template.replace(
         "{% generation %}{{ m.content }}",
@@ -102,7 +129,9 @@ def test_an_answer_without_the_reasoning_that_the_generation_prompt_opens_begins
     byte_tokenizer,
 ) -> None:
     tokenizer = byte_tokenizer()
-    source = tokenizer.chat_template.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+    source = tokenizer.chat_template.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
     [(ids, trained, shortened)] = Encoder(tokenizer, source).assistant(CHAT[:3], {})
     assert shortened
     assert tokenizer.decode(ids[: trained.index(True)]).endswith("<|im_start|>assistant\n")
@@ -112,13 +141,18 @@ def test_an_answer_without_the_reasoning_that_the_generation_prompt_opens_begins
 def test_an_answer_that_a_template_escapes_is_trained_as_it_is_rendered(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content | tojson")
-    assert trained_runs(tokenizer, [CHAT[1], {"role": "assistant", "content": "a\nb"}]) == ['"a\\nb"<|im_end|>']
+    assert trained_runs(tokenizer, [CHAT[1], {"role": "assistant", "content": "a\nb"}]) == [
+        '"a\\nb"<|im_end|>'
+    ]
 
 
 def test_a_header_that_is_not_the_generation_prompts_is_refused(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer()
     source = tokenizer.chat_template.replace("assistant\n{% endif %}", "model\n{% endif %}")
-    with pytest.raises(BadRow, match=r"message 3.*in another way than the model would generate it.*\{% generation %\}"):
+    with pytest.raises(
+        BadRow,
+        match=r"message 3.*in another way than the model would generate it.*\{% generation %\}",
+    ):
         Encoder(tokenizer, source).assistant(CHAT, {})
 
 
@@ -127,7 +161,9 @@ def test_a_template_without_end_token_is_refused(byte_tokenizer) -> None:
         Encoder(byte_tokenizer("no_end")).assistant(CHAT, {})
 
 
-def test_a_turn_that_ends_where_the_users_begins_ends_with_the_first_token_of_that(byte_tokenizer) -> None:
+def test_a_turn_that_ends_where_the_users_begins_ends_with_the_first_token_of_that(
+    byte_tokenizer,
+) -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'user' %}<|start_header_id|><|end_header_id|>{{ m.content }}"
@@ -141,33 +177,45 @@ def test_a_turn_that_ends_where_the_users_begins_ends_with_the_first_token_of_th
 
 def test_a_token_that_begins_every_message_ends_none(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer()
-    source = tokenizer.chat_template.replace("<|im_end|>", "</s>")  # no special token of this tokenizer's
+    # no special token of this tokenizer's
+    source = tokenizer.chat_template.replace("<|im_end|>", "</s>")
     with pytest.raises(BadRow, match="without an end token"):
         Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_a_template_that_leaves_out_what_the_assistant_says_is_refused(byte_tokenizer) -> None:
-    tokenizer = byte_tokenizer()  # templates of vision models want content in blocks and write nothing of plain text
-    source = tokenizer.chat_template.replace("m.content", "'' if m.role == 'assistant' else m.content")
-    with pytest.raises(BadRow, match="nothing of message 3, the assistant's, is left under the chat template"):
+    # templates of vision models want content in blocks and write nothing of plain text
+    tokenizer = byte_tokenizer()
+    source = tokenizer.chat_template.replace(
+        "m.content", "'' if m.role == 'assistant' else m.content"
+    )
+    with pytest.raises(
+        BadRow, match="nothing of message 3, the assistant's, is left under the chat template"
+    ):
         Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_markers_that_leave_out_the_end_token_are_refused(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer("markers")
-    source = tokenizer.chat_template.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n", 1)
+    source = tokenizer.chat_template.replace(
+        "<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n", 1
+    )
     with pytest.raises(BadRow, match="without an end token"):
         Encoder(tokenizer, source).assistant(CHAT, {})
 
 
 def test_markers_around_some_answers_only_are_refused(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer("markers")
-    source = tokenizer.chat_template.replace("== 'assistant' %}", "== 'assistant' and loop.last %}", 1)
+    source = tokenizer.chat_template.replace(
+        "== 'assistant' %}", "== 'assistant' and loop.last %}", 1
+    )
     with pytest.raises(BadRow, match="marks 1 runs of tokens, and the assistant has 2 messages"):
         Encoder(tokenizer, source).assistant(CHAT, {})
 
 
-def test_a_token_over_the_edge_of_an_answer_is_cut_where_the_model_would_begin(byte_tokenizer) -> None:
+def test_a_token_over_the_edge_of_an_answer_is_cut_where_the_model_would_begin(
+    byte_tokenizer,
+) -> None:
     tokenizer = byte_tokenizer()
     source = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
@@ -176,7 +224,8 @@ def test_a_token_over_the_edge_of_an_answer_is_cut_where_the_model_would_begin(b
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bon"}]
     encoder = Encoder(tokenizer, source)
     assert len(encoder.bare(" b")) == 1
-    for turns in (1, 2):  # the tokens of the first are others as history, so it is an example of its own
+    # the tokens of the first are others as history, so it is an example of its own
+    for turns in (1, 2):
         examples = encoder.assistant(messages * turns, {})
         assert len(examples) == turns
         for number, (ids, trained, _) in enumerate(examples):
@@ -185,7 +234,9 @@ def test_a_token_over_the_edge_of_an_answer_is_cut_where_the_model_would_begin(b
             assert trained == [False] * len(before) + [True] * (len("bon") + 1)
 
 
-def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_well(byte_tokenizer) -> None:
+def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_well(
+    byte_tokenizer,
+) -> None:
     from tokenizers import normalizers
 
     tokenizer = byte_tokenizer()
@@ -197,7 +248,9 @@ def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_w
     assert tokenizer.decode(last).endswith("four<|im_end|>")
 
 
-def test_a_token_over_an_edge_is_refused_where_the_tokenizer_adds_to_the_start_of_a_text(byte_tokenizer) -> None:
+def test_a_token_over_an_edge_is_refused_where_the_tokenizer_adds_to_the_start_of_a_text(
+    byte_tokenizer,
+) -> None:
     from tokenizers import normalizers
 
     tokenizer = byte_tokenizer()
@@ -205,7 +258,10 @@ def test_a_token_over_an_edge_is_refused_where_the_tokenizer_adds_to_the_start_o
     source = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
     source += "{% if add_generation_prompt %}assistant: {% endif %}"
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bon"}]
-    with pytest.raises(BadRow, match=r"a token spans the edge of what the assistant writes; pass a chat template with"):
+    with pytest.raises(
+        BadRow,
+        match=r"a token spans the edge of what the assistant writes; pass a chat template with",
+    ):
         Encoder(tokenizer, source).assistant(messages, {})
 
 
@@ -224,12 +280,17 @@ def test_what_a_template_refuses_is_a_bad_row_with_its_reason(byte_tokenizer) ->
 
 
 def test_conversations_need_a_template(byte_tokenizer) -> None:
-    with pytest.raises(ValueError, match=re.escape("no chat template; pass one (--chat_template file.jinja)")):
+    with pytest.raises(
+        ValueError, match=re.escape("no chat template; pass one (--chat_template file.jinja)")
+    ):
         Encoder(byte_tokenizer(None)).chat(CHAT, {})
 
 
 def test_plain_text_needs_an_eos_token(byte_tokenizer) -> None:
-    with pytest.raises(ValueError, match=re.escape("no EOS token to end a plain text with; set tokenizer.eos_token")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("no EOS token to end a plain text with; set tokenizer.eos_token"),
+    ):
         Encoder(byte_tokenizer(eos_token="")).continuations("a", ["b"], {})
 
 
@@ -268,7 +329,9 @@ PIECES = ["<a>", "<a>b", "<e>", "a", "b", " ", "  ", "\n", "é", "e\u0301", "ab"
 PRE_TOKENIZERS = {
     "none": None,
     "words": pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s+(?!\S)|\s?\w+"), "isolated"),
-    "first": pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme="first", split=False)]),
+    "first": pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="first", split=False)]
+    ),
     "always": pre_tokenizers.Metaspace(prepend_scheme="always"),
     "never": pre_tokenizers.Metaspace(prepend_scheme="never"),
     "bytes": pre_tokenizers.ByteLevel(add_prefix_space=True),
@@ -290,16 +353,24 @@ ADDED: dict[str, dict[str, bool]] = {
 def test_a_text_has_the_tokens_that_its_tokenizer_gives_the_whole(pre_tokenizer, normalizer, added):
     pieces = [*ALPHABET, *pre_tokenizers.ByteLevel.alphabet(), "▁b", "Ġb", "ab", "▁ab"]
     core = Tokenizer(
-        models.BPE({piece: n for n, piece in enumerate(dict.fromkeys(pieces))}, [("▁", "b"), ("Ġ", "b"), ("a", "b")])
+        models.BPE(
+            {piece: n for n, piece in enumerate(dict.fromkeys(pieces))},
+            [("▁", "b"), ("Ġ", "b"), ("a", "b")],
+        )
     )
     if PRE_TOKENIZERS[pre_tokenizer]:
         core.pre_tokenizer = PRE_TOKENIZERS[pre_tokenizer]
     if NORMALIZERS[normalizer]:
         core.normalizer = NORMALIZERS[normalizer]
-    core.add_special_tokens([AddedToken("<a>", **ADDED[added]), AddedToken("<a>b", normalized=False), "<e>"])
+    core.add_special_tokens(
+        [AddedToken("<a>", **ADDED[added]), AddedToken("<a>b", normalized=False), "<e>"]
+    )
     core.enable_padding(length=64)  # left by another call
     core.enable_truncation(3)
-    encoder, peer = Encoder(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>")), copy.deepcopy(core)
+    encoder, peer = (
+        Encoder(PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<e>")),
+        copy.deepcopy(core),
+    )
     peer.no_padding()
     peer.no_truncation()
     draw = random.Random(0)
@@ -314,7 +385,10 @@ def test_a_tokenizer_that_changes_texts_itself_has_its_way(byte_tokenizer):
             return super()._encode_plus(text.upper(), **options)
 
     tokenizer = Shouts(tokenizer_object=byte_tokenizer().backend_tokenizer)
-    assert Encoder(tokenizer).bare("<|im_start|>a") == tokenizer("<|im_start|>a", add_special_tokens=False)["input_ids"]
+    assert (
+        Encoder(tokenizer).bare("<|im_start|>a")
+        == tokenizer("<|im_start|>a", add_special_tokens=False)["input_ids"]
+    )
     splits = byte_tokenizer()
     splits.add_tokens(AddedToken("b", normalized=False, special=True))
     splits.split_special_tokens = True  # so it cuts no text at them, and merges " b" here

@@ -1,4 +1,6 @@
-"""The chat templates that TRL tests with: what is trained of a conversation, against tokens written down by hand."""
+"""The chat templates that TRL tests with: what is trained of a conversation, against tokens written
+down by hand.
+"""
 
 import json
 import re
@@ -21,23 +23,40 @@ CHAT = [
     {"role": "assistant", "content": "6"},
 ]
 
-TURN = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "gemma4": "<turn|>", "llama": "<|eot_id|>"}
+TURN = {
+    "chatml": "<|im_end|>",
+    "gemma": "<end_of_turn>",
+    "gemma4": "<turn|>",
+    "llama": "<|eot_id|>",
+}
 DEEPSEEK = {"start": "<｜Assistant｜>", "end": "<｜end▁of▁sentence｜>", "cut": "<think>\n"}
 GEMMA = {"start": "<start_of_turn>model\n", "end": "<end_of_turn>"}
 GEMMA4 = {"start": "<|turn>model\n", "end": "<turn|>"}
 CHATML = {"start": "<|im_start|>assistant\n", "end": "<|im_end|>"}
 LLAMA = {"start": "<|start_header_id|>assistant<|end_header_id|>\n\n", "end": "<|eot_id|>"}
 PHI = {"start": "<|assistant|>\n", "end": "<|end|>"}
-NEMOTRON = {"start": "<|im_start|>assistant\n<think></think>", "end": "<|im_end|>", "mode": {"enable_thinking": False}}
-THINKS = {"start": "<|im_start|>assistant\n<think>\n", "turn": "\n</think>\n\n", "end": "<|im_end|>"}
+NEMOTRON = {
+    "start": "<|im_start|>assistant\n<think></think>",
+    "end": "<|im_end|>",
+    "mode": {"enable_thinking": False},
+}
+THINKS = {
+    "start": "<|im_start|>assistant\n<think>\n",
+    "turn": "\n</think>\n\n",
+    "end": "<|im_end|>",
+}
 
-# Of each template by hand: the end of the generation prompt; what the model generates before and after its answer;
-# whether earlier turns are rendered in another way (then each turn is an example); the argument that makes the
-# generation prompt that of an answer without reasoning; what the template adds to the generation prompt where there is
-# no such argument; whether it takes a system message.
+# Of each template by hand: the end of the generation prompt; what the model generates before and
+# after its answer; whether earlier turns are rendered in another way (then each turn is an
+# example); the argument that makes the generation prompt that of an answer without reasoning; what
+# the template adds to the generation prompt where there is no such argument; whether it takes a
+# system message.
 TEMPLATES: dict[str, dict[str, object]] = {
     "cohere": {"start": "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "end": "<|END_OF_TURN_TOKEN|>"},
-    "cohere2": {"start": "<|CHATBOT_TOKEN|><|START_RESPONSE|>", "end": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"},
+    "cohere2": {
+        "start": "<|CHATBOT_TOKEN|><|START_RESPONSE|>",
+        "end": "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>",
+    },
     "deepseek_r1_distill": DEEPSEEK,
     "deepseekv3": DEEPSEEK,
     "diffusion_gemma": GEMMA4,
@@ -63,7 +82,11 @@ TEMPLATES: dict[str, dict[str, object]] = {
     "llama3": LLAMA,
     "llama3_1": LLAMA,
     "llama3_2": LLAMA,
-    "muse_glimmer": {"start": "<|start|>assistant", "turn": " to=user<|message|>", "end": "<|eot|>"},
+    "muse_glimmer": {
+        "start": "<|start|>assistant",
+        "turn": " to=user<|message|>",
+        "end": "<|eot|>",
+    },
     "nemotron_3_5_lightning": NEMOTRON,
     "nemotron_3_nano": NEMOTRON,
     "nemotron_3_super": NEMOTRON,
@@ -73,25 +96,73 @@ TEMPLATES: dict[str, dict[str, object]] = {
     "qwen2_5": CHATML,
     "qwen2_5_vl": CHATML,
     "qwen3": CHATML | {"turn": "<think>\n\n</think>\n\n", "rewrites": True},
-    "qwen3_5_nothink": CHATML | {"start": "<|im_start|>assistant\n<think>\n\n</think>\n\n", "rewrites": True},
+    "qwen3_5_nothink": CHATML
+    | {"start": "<|im_start|>assistant\n<think>\n\n</think>\n\n", "rewrites": True},
     "qwen3_5_think": THINKS | {"rewrites": True},
     "qwen3_6": THINKS | {"rewrites": True},
-    "qwen3_8": THINKS | {"rewrites": True},  # its text stays, but "\n\n" becomes one token once it is history
+    # its text stays, but "\n\n" becomes one token once it is history
+    "qwen3_8": THINKS | {"rewrites": True},
     "qwen3_instruct_2507": CHATML,
     "qwen3_vl": CHATML,
 }
 VISION_ONLY = {"idefics3", "llava_next", "smolvlm"}  # they write nothing of plain text
 
 SPECIAL = [
-    *("<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "<|tool_response>", "<|eot|>", "<|eom|>", "<|start|>"),
-    *("<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_RESPONSE|>"),
-    *("<|END_RESPONSE|>", "<|USER_TOKEN|>", "<|SYSTEM_TOKEN|>", "<｜end▁of▁sentence｜>", "<|message|>", "<|channel|>"),
-    *("<|return|>", "<|call|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "[gMASK]"),
+    *(
+        "<bos>",
+        "<eos>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
+    *(
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<|turn>",
+        "<turn|>",
+        "<|tool_response>",
+        "<|eot|>",
+        "<|eom|>",
+        "<|start|>",
+    ),
+    *(
+        "<|START_OF_TURN_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "<|CHATBOT_TOKEN|>",
+        "<|START_RESPONSE|>",
+    ),
+    *(
+        "<|END_RESPONSE|>",
+        "<|USER_TOKEN|>",
+        "<|SYSTEM_TOKEN|>",
+        "<｜end▁of▁sentence｜>",
+        "<|message|>",
+        "<|channel|>",
+    ),
+    *(
+        "<|return|>",
+        "<|call|>",
+        "<|end|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+        "<|observation|>",
+        "[gMASK]",
+    ),
     "<end_of_utterance>",
 ]
 NOT_SPLIT = [  # added tokens that real tokenizers don't call special
-    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜User｜>", "<｜Assistant｜>", "<tool_response>"),
+    *(
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<tool_response>",
+    ),
     *(
         "<｜tool▁calls▁begin｜>",
         "<｜tool▁call▁begin｜>",
@@ -131,12 +202,16 @@ def runs(tokenizer, examples) -> list[tuple[list[int], str]]:
 
 
 def prompt(tokenizer, messages, **kwargs) -> list[int]:
-    out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, **kwargs)
+    out = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, **kwargs
+    )
     return list(out["input_ids"])
 
 
 def test_every_text_template_of_the_peer_is_here(stock) -> None:
-    names = {path.stem for path in stock.folder.glob("*.jinja") if not path.stem.endswith("_training")}
+    names = {
+        path.stem for path in stock.folder.glob("*.jinja") if not path.stem.endswith("_training")
+    }
     assert names == set(TEMPLATES) | VISION_ONLY
     assert len(names) == 41
 
@@ -151,7 +226,8 @@ def test_each_turn_is_trained_as_it_is_generated(stock, name, with_system) -> No
     turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(examples) == (3 if template.get("rewrites") else 1)
     assert [text for _, text in found] == [
-        f"{template.get('turn', '')}{messages[number]['content']}{template['end']}" for number in turns
+        f"{template.get('turn', '')}{messages[number]['content']}{template['end']}"
+        for number in turns
     ]
     for (before, _), number in zip(found, turns, strict=True):
         sampled = prompt(tokenizer, messages[:number], **template.get("mode", {}))
@@ -169,7 +245,11 @@ TOOLS = [
         "function": {
             "name": name,
             "description": "Say it.",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     }
     for name in ("weather", "time")
@@ -178,7 +258,11 @@ TOOLS = [
 
 def calling(*names: str, arguments=lambda city: {"city": city}, content: str = "") -> list[dict]:
     calls = [
-        {"type": "function", "id": f"call{i}abcd", "function": {"name": name, "arguments": arguments("Rome")}}
+        {
+            "type": "function",
+            "id": f"call{i}abcd",
+            "function": {"name": name, "arguments": arguments("Rome")},
+        }
         for i, name in enumerate(names)
     ]
     results = [
@@ -195,9 +279,16 @@ def calling(*names: str, arguments=lambda city: {"city": city}, content: str = "
     ]
 
 
-# The text of one call by hand, where WEATHER is its name; what separates two, and what is around all of them.
-HERMES = ('<tool_call>\n{"name": "NAME", "arguments": {"city": "Rome"}}\n</tool_call>', "\n", "{}<|im_end|>")
-XML = "<tool_call>\n<function=NAME>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+# The text of one call by hand, where WEATHER is its name; what separates two, and what is around
+# all of them.
+HERMES = (
+    '<tool_call>\n{"name": "NAME", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "\n",
+    "{}<|im_end|>",
+)
+XML = (
+    "<tool_call>\n<function=NAME>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+)
 QWEN_XML, NEMOTRON_XML = (XML, "\n", "{}<|im_end|>"), (XML, "\n", "\n{}\n<|im_end|>")
 JSON = ('{"name": "NAME", "parameters": {"city": "Rome"}}', None, "{}<|eot_id|>")
 GEMMA_CALL = ('<|tool_call>call:NAME{city:<|"|>Rome<|"|>}<tool_call|>', "", "{}<|tool_response>")
@@ -270,16 +361,23 @@ def test_the_end_token_of_a_turn_and_of_an_unseen_reply_is_known(stock, name) ->
         *((name, False, 2) for name, (_, between, _) in CALLS.items() if between is not None),
     ],
 )
-def test_a_tool_call_is_trained_as_it_is_rendered_and_its_result_is_not(stock, name, as_json, count) -> None:
+def test_a_tool_call_is_trained_as_it_is_rendered_and_its_result_is_not(
+    stock, name, as_json, count
+) -> None:
     call, between, around = CALLS[name]
     names = ["weather", "time"][:count]
-    arguments = (lambda city: json.dumps({"city": city})) if as_json else (lambda city: {"city": city})
-    messages = read_row({"messages": calling(*names, arguments=arguments)}, ("messages",)).completions[0]
+    arguments = (
+        (lambda city: json.dumps({"city": city})) if as_json else (lambda city: {"city": city})
+    )
+    messages = read_row(
+        {"messages": calling(*names, arguments=arguments)}, ("messages",)
+    ).completions[0]
     tokenizer, template, options = stock(name), TEMPLATES[name], tools_of(name)
     found = runs(tokenizer, Encoder(tokenizer).assistant(messages, options))
     calls = (between or "").join(call.replace("NAME", n) for n in names)
     assert found[0][1] == around.replace("NAME", "weather").format(calls)
-    header = "<|turn>model\n" if name == "diffusion_gemma" else ""  # its generation prompt after a result lacks that
+    # its generation prompt after a result lacks that
+    header = "<|turn>model\n" if name == "diffusion_gemma" else ""
     after_result = template.get("turn", "") if name != "deepseekv3" else ""
     assert [text for _, text in found[1:]] == [
         f"{header}{after_result}Sunny, é{template['end']}",
@@ -292,13 +390,17 @@ def test_a_tool_call_is_trained_as_it_is_rendered_and_its_result_is_not(stock, n
         if name == "deepseekv3":
             for each in string_arguments[1]["tool_calls"]:
                 each["function"]["arguments"] = '{"city": "Rome"}'
-        sampled = prompt(tokenizer, string_arguments[:number], **options, **template.get("mode", {}))
+        sampled = prompt(
+            tokenizer, string_arguments[:number], **options, **template.get("mode", {})
+        )
         assert before == sampled[: len(before)]
         assert tokenizer.decode(sampled[len(before) :]) in ("", template.get("cut", ""))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls_that_are_read_from_a_completion_are_rendered_as_they_were_written(stock, name) -> None:
+def test_calls_that_are_read_from_a_completion_are_rendered_as_they_were_written(
+    stock, name
+) -> None:
     names = ["weather"] if CALLS[name][1] is None else ["weather", "time"]
     tokenizer, messages = stock(name), calling(*names)
     completion = runs(tokenizer, Encoder(tokenizer).assistant(messages, tools_of(name)))[0][1]
@@ -307,7 +409,9 @@ def test_calls_that_are_read_from_a_completion_are_rendered_as_they_were_written
     assert calls == [(n, {"city": "Rome"}, "") for n in names]
     for made, (n, arguments, _) in zip(messages[1]["tool_calls"], calls, strict=True):
         made["function"] = {"name": n, "arguments": arguments}
-    assert runs(tokenizer, Encoder(tokenizer).assistant(messages, tools_of(name)))[0][1] == completion
+    assert (
+        runs(tokenizer, Encoder(tokenizer).assistant(messages, tools_of(name)))[0][1] == completion
+    )
 
 
 @pytest.mark.parametrize(
@@ -327,14 +431,18 @@ def test_calls_that_are_read_from_a_completion_are_rendered_as_they_were_written
         ("qwen2_5_vl", ["weather"], "leaves out tool call 1 of message 2"),
     ],
 )
-def test_a_template_that_knows_no_such_calls_is_refused_by_name(stock, name, names, problem) -> None:
+def test_a_template_that_knows_no_such_calls_is_refused_by_name(
+    stock, name, names, problem
+) -> None:
     with pytest.raises(BadRow, match=problem):
         Encoder(stock(name)).assistant(calling(*names), {})
 
 
 @pytest.mark.parametrize("name", ["llama3", "deepseekv3", "phi3", "cohere2", "qwen2_5_vl"])
 def test_tools_that_a_template_leaves_out_are_refused(stock, name) -> None:
-    with pytest.raises(BadRow, match="leaves out 'tools'; use one that knows tools, or name no tools"):
+    with pytest.raises(
+        BadRow, match="leaves out 'tools'; use one that knows tools, or name no tools"
+    ):
         Encoder(stock(name)).assistant(CHAT, {"tools": TOOLS})
     assert Encoder(stock(name)).assistant(CHAT, {"tools": None})
 
@@ -372,9 +480,24 @@ IN_CONTENT = [
             "<|start|>assistant",
             "<|channel|>analysis<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>{}<|return|>",
         ),
-        ("deepseekv3", IN_CONTENT, "<｜Assistant｜><think>\n", "{}\n</think>\n\n{}<｜end▁of▁sentence｜>"),
-        ("deepseek_r1_distill", IN_CONTENT, "<｜Assistant｜><think>\n", "{}\n</think>\n\n{}<｜end▁of▁sentence｜>"),
-        ("lfm2_2_5", IN_CONTENT, "<|im_start|>assistant\n", "<think>\n{}\n</think>\n\n{}<|im_end|>"),
+        (
+            "deepseekv3",
+            IN_CONTENT,
+            "<｜Assistant｜><think>\n",
+            "{}\n</think>\n\n{}<｜end▁of▁sentence｜>",
+        ),
+        (
+            "deepseek_r1_distill",
+            IN_CONTENT,
+            "<｜Assistant｜><think>\n",
+            "{}\n</think>\n\n{}<｜end▁of▁sentence｜>",
+        ),
+        (
+            "lfm2_2_5",
+            IN_CONTENT,
+            "<|im_start|>assistant\n",
+            "<think>\n{}\n</think>\n\n{}<|im_end|>",
+        ),
     ],
 )
 def test_reasoning_is_trained_in_every_turn_and_not_in_the_history_of_later_ones(
@@ -383,14 +506,19 @@ def test_reasoning_is_trained_in_every_turn_and_not_in_the_history_of_later_ones
     tokenizer = stock(name)
     examples = Encoder(tokenizer).assistant(messages, {})
     found = runs(tokenizer, examples)
-    assert [text for _, text in found] == [turns.format("Greet.", "Bonjour"), turns.format("Add.", "4")]
+    assert [text for _, text in found] == [
+        turns.format("Greet.", "Bonjour"),
+        turns.format("Add.", "4"),
+    ]
     assert len(examples) == 2
     assert all(tokenizer.decode(before).endswith(start) for before, _ in found)
     history = tokenizer.decode(found[1][0])
     assert "Bonjour" in history
     assert "Greet." not in history
     mode = {"enable_thinking": True} if name == "qwen3_5_nothink" else {}
-    assert [before for before, _ in found] == [prompt(tokenizer, messages[:n], **mode) for n in (1, 3)]
+    assert [before for before, _ in found] == [
+        prompt(tokenizer, messages[:n], **mode) for n in (1, 3)
+    ]
 
 
 def test_a_template_whose_history_keeps_the_reasoning_makes_one_example(stock) -> None:
@@ -404,13 +532,17 @@ def test_a_template_whose_history_keeps_the_reasoning_makes_one_example(stock) -
 
 @pytest.mark.parametrize("name", ["llama3", "deepseekv3", "qwen2_5", "phi3", "cohere2"])
 def test_reasoning_that_a_template_leaves_out_is_refused(stock, name) -> None:
-    with pytest.raises(BadRow, match="leaves out the reasoning of message 2; use a template that writes it"):
+    with pytest.raises(
+        BadRow, match="leaves out the reasoning of message 2; use a template that writes it"
+    ):
         Encoder(stock(name)).assistant(REASONED, {})
 
 
 def test_vision_templates_that_write_nothing_of_plain_text_are_refused(stock) -> None:
     for name in VISION_ONLY:
-        with pytest.raises(BadRow, match=r"leaves out messages of the role user|refuses the conversation"):
+        with pytest.raises(
+            BadRow, match=r"leaves out messages of the role user|refuses the conversation"
+        ):
             Encoder(stock(name)).assistant(CHAT, {})
 
 
@@ -419,6 +551,6 @@ def test_the_peers_own_training_templates_work_as_well(stock, name) -> None:
     tokenizer = stock(name)
     path = stock.folder / f"{name}_training.jinja"
     examples = Encoder(tokenizer, str(path)).assistant(CHAT, {})
-    assert [re.sub("<.*?>|\\s|final|to=user", "", text) for _, text in runs(tokenizer, examples)] == [
-        re.sub(r"\s", "", message["content"]) for message in CHAT[1::2]
-    ]
+    assert [
+        re.sub("<.*?>|\\s|final|to=user", "", text) for _, text in runs(tokenizer, examples)
+    ] == [re.sub(r"\s", "", message["content"]) for message in CHAT[1::2]]

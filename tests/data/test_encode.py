@@ -7,7 +7,14 @@ from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
-from burnish.data import DataError, Tokenization, encode_preference, encode_supervised, example, load
+from burnish.data import (
+    DataError,
+    Tokenization,
+    encode_preference,
+    encode_supervised,
+    example,
+    load,
+)
 from datasets import Dataset
 
 USER = {"role": "user", "content": "What is 2+2?"}
@@ -48,11 +55,17 @@ PAIRS = {
         {"chosen": [USER, ANSWER, USER, ANSWER], "rejected": [USER, ANSWER, USER, OTHER]},
     ],
 }
-ARGUMENTS = {"dataset_num_proc": None, "truncation_mode": "keep_start", "dataset_text_field": "text"}
+ARGUMENTS = {
+    "dataset_num_proc": None,
+    "truncation_mode": "keep_start",
+    "dataset_text_field": "text",
+}
 
 
 def peer_arguments(max_length: int | None, **more):
-    return SimpleNamespace(**ARGUMENTS, max_length=max_length, assistant_only_loss=False, shuffle_dataset=False, **more)
+    return SimpleNamespace(
+        **ARGUMENTS, max_length=max_length, assistant_only_loss=False, shuffle_dataset=False, **more
+    )
 
 
 @pytest.fixture(params=["smollm2", "llama3", "gemma"])
@@ -67,7 +80,9 @@ def tokenizer(request, byte_tokenizer):
 def test_supervised_tokens_are_those_of_the_peer(rows, tokenizer, trl) -> None:
     trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True)
     prepare = trl.trainer.sft_trainer.SFTTrainer._prepare_dataset
-    theirs = prepare(trainer, Dataset.from_list(rows), tokenizer, peer_arguments(None), False, None, "train")
+    theirs = prepare(
+        trainer, Dataset.from_list(rows), tokenizer, peer_arguments(None), False, None, "train"
+    )
     ours, _ = encode_supervised(rows, tokenizer)
     for index, expected in enumerate(theirs):
         found = example(ours, index)
@@ -84,7 +99,9 @@ def test_of_a_completion_of_several_messages_the_tokens_are_the_peers_and_the_us
     rows = [{"prompt": [SYSTEM, USER], "completion": [ANSWER, USER, OTHER]}]
     trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True)
     prepare = trl.trainer.sft_trainer.SFTTrainer._prepare_dataset
-    theirs = prepare(trainer, Dataset.from_list(rows), tokenizer, peer_arguments(None), False, None, "train")[0]
+    theirs = prepare(
+        trainer, Dataset.from_list(rows), tokenizer, peer_arguments(None), False, None, "train"
+    )[0]
     ours, _ = encode_supervised(rows, tokenizer)
     found = example(ours, 0)
     ids = found.prompt + found.completions[0]
@@ -100,11 +117,16 @@ def test_of_a_completion_of_several_messages_the_tokens_are_the_peers_and_the_us
 def test_tokens_trained_in_full_are_those_of_the_peer(layout, tokenizer, trl) -> None:
     rows = {
         "text": [{"text": "Once upon a time"}, {"text": f"ended already{tokenizer.eos_token}"}],
-        "messages": [{"messages": [USER, ANSWER]}, {"messages": [SYSTEM, USER, ANSWER, USER, OTHER]}],
+        "messages": [
+            {"messages": [USER, ANSWER]},
+            {"messages": [SYSTEM, USER, ANSWER, USER, OTHER]},
+        ],
     }[layout]
     trainer = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=False)
     prepare = trl.trainer.sft_trainer.SFTTrainer._prepare_dataset
-    theirs = prepare(trainer, Dataset.from_list(rows), tokenizer, peer_arguments(7), False, None, "train")
+    theirs = prepare(
+        trainer, Dataset.from_list(rows), tokenizer, peer_arguments(7), False, None, "train"
+    )
     ours, _ = encode_supervised(rows, tokenizer, Tokenization(max_length=7), train_on="all")
     for index, expected in enumerate(theirs):
         found = example(ours, index)
@@ -119,8 +141,12 @@ def test_preference_tokens_are_those_of_the_peer(rows, max_length, tokenizer, tr
     dpo = trl.trainer.dpo_trainer
     trainer = SimpleNamespace(_tokenizer=tokenizer)
     dataset = Dataset.from_list(rows)
-    prepared = dpo.DPOTrainer._prepare_dataset(trainer, dataset, tokenizer, peer_arguments(max_length), "train")
-    ours, accounting = encode_preference(rows, tokenizer, Tokenization(max_length=max_length, on_bad_row="skip"))
+    prepared = dpo.DPOTrainer._prepare_dataset(
+        trainer, dataset, tokenizer, peer_arguments(max_length), "train"
+    )
+    ours, accounting = encode_preference(
+        rows, tokenizer, Tokenization(max_length=max_length, on_bad_row="skip")
+    )
     assert accounting.kept == len(prepared)
     batch = dpo.DataCollatorForPreference(pad_token_id=0, max_length=max_length)(list(prepared))
     for index in range(len(ours)):
@@ -132,9 +158,26 @@ def test_preference_tokens_are_those_of_the_peer(rows, max_length, tokenizer, tr
 
 
 def test_numeric_columns_pass_through_and_others_are_reported(byte_tokenizer) -> None:
-    rows = [{"text": "ab", "margin": 1.5, "votes": 3, "sure": True, "author": "x", "chat_template_kwargs": None}]
+    rows = [
+        {
+            "text": "ab",
+            "margin": 1.5,
+            "votes": 3,
+            "sure": True,
+            "author": "x",
+            "chat_template_kwargs": None,
+        }
+    ]
     dataset, accounting = encode_supervised(rows, byte_tokenizer())
-    assert dataset.column_names == ["margin", "votes", "sure", "prompt", "completions", "trained", "_row"]
+    assert dataset.column_names == [
+        "margin",
+        "votes",
+        "sure",
+        "prompt",
+        "completions",
+        "trained",
+        "_row",
+    ]
     assert (dataset[0]["margin"], dataset[0]["votes"], dataset[0]["sure"]) == (1.5, 3, True)
     assert accounting.unused == ("author", "chat_template_kwargs")
     assert "unused columns: author, chat" in str(accounting)
@@ -162,7 +205,9 @@ def test_a_bad_row_names_its_fix_and_how_to_leave_all_of_them_out(byte_tokenizer
 
 
 def test_a_numeric_column_with_a_name_of_ours_is_refused(byte_tokenizer) -> None:
-    with pytest.raises(DataError, match="examples have a column 'trained' of their own; rename yours"):
+    with pytest.raises(
+        DataError, match="examples have a column 'trained' of their own; rename yours"
+    ):
         encode_supervised([{"text": "a", "trained": 1}], byte_tokenizer())
 
 
@@ -178,11 +223,14 @@ def test_a_template_can_be_given(byte_tokenizer) -> None:
     tokenizer = byte_tokenizer(None)
     template = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
     dataset, _ = encode_supervised(
-        [{"prompt": [USER], "completion": [ANSWER]}], tokenizer, Tokenization(chat_template=template)
+        [{"prompt": [USER], "completion": [ANSWER]}],
+        tokenizer,
+        Tokenization(chat_template=template),
     )
     assert tokenizer.decode(example(dataset, 0).completions[0]) == "four<eos>"
     with pytest.raises(
-        DataError, match="records row 1: the row is a conversation and the tokenizer has no chat template"
+        DataError,
+        match="records row 1: the row is a conversation and the tokenizer has no chat template",
     ):
         encode_supervised([{"prompt": [USER], "completion": [ANSWER]}], tokenizer)
 
@@ -201,7 +249,9 @@ BAD = {
 @pytest.fixture
 def bad_file(tmp_path):
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in [GOOD, *BAD.values(), GOOD | {"prompt": "other"}]))
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in [GOOD, *BAD.values(), GOOD | {"prompt": "other"}])
+    )
     return path
 
 
@@ -209,7 +259,9 @@ def bad_file(tmp_path):
 def test_a_bad_row_stops_with_file_line_and_fix(kind, tmp_path, byte_tokenizer) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [GOOD, GOOD, BAD[kind]]))
-    with pytest.raises(DataError, match=r"^pairs\.jsonl line 3: .*; .*(fix|fill|remove|raise|rename)") as caught:
+    with pytest.raises(
+        DataError, match=r"^pairs\.jsonl line 3: .*; .*(fix|fill|remove|raise|rename)"
+    ) as caught:
         encode_preference(load(path), byte_tokenizer(), Tokenization(max_length=8))
     assert type(caught.value) is DataError
     assert caught.value.__cause__ is None  # a clean message, not the way out of Dataset.map
@@ -220,16 +272,24 @@ def test_skipped_rows_are_counted_by_kind_and_none_is_lost(bad_file, byte_tokeni
         load(bad_file), byte_tokenizer(), Tokenization(max_length=8, on_bad_row="skip")
     )
     assert accounting.skipped == dict.fromkeys(BAD, 1)
-    assert (accounting.read, accounting.kept) == (8, 2) == (sum(accounting.skipped.values()) + 2, len(dataset))
+    assert (
+        (accounting.read, accounting.kept)
+        == (8, 2)
+        == (sum(accounting.skipped.values()) + 2, len(dataset))
+    )
     assert [len(example(dataset, index).prompt) for index in range(2)] == [2, 5]
     assert dataset.column_names == ["margin", "prompt", "completions", "trained", "_row"]
     assert dataset["_row"][:] == [0, 7]
-    assert accounting.first["prompt too long"].startswith("pairs.jsonl line 7: the prompt has 8 tokens")
+    assert accounting.first["prompt too long"].startswith(
+        "pairs.jsonl line 7: the prompt has 8 tokens"
+    )
     assert accounting.truncated == 1  # "other" + "aaaa<eos>" is 10 tokens
     assert accounting.total_tokens == 2 + 5 + 3 + 5 + 3 + 3
     assert accounting.trained_tokens == 5 + 3 + 3 + 3
     text = str(accounting)
-    assert text.startswith("pairs.jsonl: 8 rows read, 2 kept; 21 tokens, 14 of them trained\n  1 skipped, missing; the")
+    assert text.startswith(
+        "pairs.jsonl: 8 rows read, 2 kept; 21 tokens, 14 of them trained\n  1 skipped, missing; the"
+    )
     assert "1 truncated to max_length=8" in text
 
 
@@ -239,10 +299,15 @@ def test_rows_are_told_apart_over_thousands(byte_tokenizer) -> None:
         rows[bad] |= {"chosen": ""}
     rows[2200] |= {"chosen": None}
     dataset, accounting = encode_preference(rows, byte_tokenizer(), Tokenization(on_bad_row="skip"))
-    assert dataset["margin"][:] == [number for number in range(2500) if number not in (1, 999, 2100, 2200)]
+    assert dataset["margin"][:] == [
+        number for number in range(2500) if number not in (1, 999, 2100, 2200)
+    ]
     assert byte_tokenizer().decode(example(dataset, 2100).prompt) == "p2103"
     assert accounting.skipped == {"empty": 3, "missing": 1}
-    assert [problem.split(":")[0] for problem in accounting.first.values()] == ["records row 2", "records row 2201"]
+    assert [problem.split(":")[0] for problem in accounting.first.values()] == [
+        "records row 2",
+        "records row 2201",
+    ]
 
 
 def test_the_account_is_the_same_out_of_the_cache(bad_file, byte_tokenizer) -> None:
@@ -289,7 +354,9 @@ def test_several_processes_give_the_same_and_the_same_errors(bad_file, byte_toke
     settings = {"max_length": 8, "on_bad_row": "skip"}
     rows = load(bad_file).dataset.to_list()
     alone, account = encode_preference(rows, byte_tokenizer(), Tokenization(**settings))
-    shared, same_account = encode_preference(rows, byte_tokenizer(), Tokenization(processes=2, **settings))
+    shared, same_account = encode_preference(
+        rows, byte_tokenizer(), Tokenization(processes=2, **settings)
+    )
     assert list(alone) == list(shared)
     assert account == same_account
     with pytest.raises(DataError, match=r"records row \d: .*; .*(fill|remove)"):
@@ -297,7 +364,9 @@ def test_several_processes_give_the_same_and_the_same_errors(bad_file, byte_toke
 
 
 def peak_of_encoding(path, tokenizer, rows: list[dict[str, str]]) -> int:
-    """Bytes at most of Python, and those that Arrow holds in the end; records and tokens are on the disk."""
+    """Bytes at most of Python, and those that Arrow holds in the end; records and tokens are on the
+    disk.
+    """
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     records, before = load(path), pa.total_allocated_bytes()
     tracemalloc.start()
@@ -312,16 +381,25 @@ def peak_of_encoding(path, tokenizer, rows: list[dict[str, str]]) -> int:
 
 def test_three_times_the_rows_take_no_more_memory(tmp_path, byte_tokenizer) -> None:
     def rows(count: int) -> list[dict[str, str]]:
-        return [{"prompt": f"prompt {n}", "chosen": "yes " * 10, "rejected": "no " * 10} for n in range(count)]
+        return [
+            {"prompt": f"prompt {n}", "chosen": "yes " * 10, "rejected": "no " * 10}
+            for n in range(count)
+        ]
 
-    few, many = (peak_of_encoding(tmp_path / f"{n}.jsonl", byte_tokenizer(), rows(n)) for n in (1000, 3000))
+    few, many = (
+        peak_of_encoding(tmp_path / f"{n}.jsonl", byte_tokenizer(), rows(n)) for n in (1000, 3000)
+    )
     assert many - few < 2000 * 50  # an example has 80 tokens and as many masks
 
 
 def test_rows_of_many_tokens_wait_for_their_batch_in_few_bytes(tmp_path, byte_tokenizer) -> None:
-    rows = [{"prompt": "prompt " * 600 + f"{n}", "chosen": "yes " * 600, "rejected": "no " * 600} for n in range(100)]
+    rows = [
+        {"prompt": "prompt " * 600 + f"{n}", "chosen": "yes " * 600, "rejected": "no " * 600}
+        for n in range(100)
+    ]
     tokens = sum(len(row[name]) for row in rows for name in row)
-    assert peak_of_encoding(tmp_path / "long.jsonl", byte_tokenizer(), rows) < 12 * tokens  # text, id and mask of each
+    # text, id and mask of each
+    assert peak_of_encoding(tmp_path / "long.jsonl", byte_tokenizer(), rows) < 12 * tokens
 
 
 def test_pairs_that_are_there_both_ways_are_counted(byte_tokenizer) -> None:
@@ -331,7 +409,9 @@ def test_pairs_that_are_there_both_ways_are_counted(byte_tokenizer) -> None:
     assert encode_preference(rows, byte_tokenizer())[1].contradictory == 0
     accounting = encode_preference([*rows, swapped], byte_tokenizer())[1]
     assert accounting.contradictory == 3
-    assert "3 contradictory: another row has the same completions with the opposite label" in str(accounting)
+    assert "3 contradictory: another row has the same completions with the opposite label" in str(
+        accounting
+    )
 
 
 def test_prompts_that_give_up_tokens_are_counted(byte_tokenizer) -> None:
@@ -342,15 +422,20 @@ def test_prompts_that_give_up_tokens_are_counted(byte_tokenizer) -> None:
 
 
 def test_data_without_a_good_row_is_an_error_whatever_the_policy(byte_tokenizer) -> None:
-    with pytest.raises(DataError, match=r"records: no row is left to train on\n.*1 rows read, 0 kept") as caught:
-        encode_preference([GOOD | {"chosen": ""}], byte_tokenizer(), Tokenization(on_bad_row="skip"))
+    with pytest.raises(
+        DataError, match=r"records: no row is left to train on\n.*1 rows read, 0 kept"
+    ) as caught:
+        encode_preference(
+            [GOOD | {"chosen": ""}], byte_tokenizer(), Tokenization(on_bad_row="skip")
+        )
     assert "1 skipped, empty; the first: records row 1: 'chosen' is empty" in str(caught.value)
 
 
 def test_a_file_without_the_columns_is_named(tmp_path, byte_tokenizer) -> None:
     (tmp_path / "a.csv").write_text("promt,completion\nx,y\n")
     with pytest.raises(
-        DataError, match=re.escape("a.csv: found the columns (promt, completion), wanted (prompt, compl")
+        DataError,
+        match=re.escape("a.csv: found the columns (promt, completion), wanted (prompt, compl"),
     ):
         encode_supervised(load(tmp_path / "a.csv"), byte_tokenizer())
 
@@ -358,7 +443,10 @@ def test_a_file_without_the_columns_is_named(tmp_path, byte_tokenizer) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"truncation": "middle"}, "truncation: wanted keep_start, keep_end or error, got 'middle'"),
+        (
+            {"truncation": "middle"},
+            "truncation: wanted keep_start, keep_end or error, got 'middle'",
+        ),
         ({"on_bad_row": "ignore"}, "on_bad_row: wanted error or skip, got 'ignore'"),
         ({"train_on": "user"}, "train_on: wanted auto, assistant, completion or all, got 'user'"),
         ({"max_length": 1}, "max_length: wanted at least 2"),
@@ -367,7 +455,9 @@ def test_a_file_without_the_columns_is_named(tmp_path, byte_tokenizer) -> None:
 def test_impossible_settings_are_refused(settings, message, byte_tokenizer) -> None:
     with pytest.raises(ValueError, match=message):
         train_on = settings.pop("train_on", "auto")
-        encode_supervised([{"text": "ab"}], byte_tokenizer(), Tokenization(**settings), train_on=train_on)
+        encode_supervised(
+            [{"text": "ab"}], byte_tokenizer(), Tokenization(**settings), train_on=train_on
+        )
 
 
 def test_importing_data_loads_no_trainer_and_no_model() -> None:

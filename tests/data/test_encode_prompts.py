@@ -12,7 +12,9 @@ def tokenizer(byte_tokenizer: Any) -> Any:
 
 
 def test_a_plain_prompt_is_its_tokens_and_nothing_more(tokenizer: Any) -> None:
-    data, accounting = encode_prompts([{"prompt": "ab", "answer": "c"}, {"prompt": "b", "answer": "d"}], tokenizer)
+    data, accounting = encode_prompts(
+        [{"prompt": "ab", "answer": "c"}, {"prompt": "b", "answer": "d"}], tokenizer
+    )
     assert [tokenizer.decode(ids) for ids in data["prompt"]] == ["ab", "b"]
     assert data["completions"] == [[], []]
     assert accounting.read == accounting.kept == 2
@@ -25,8 +27,16 @@ def test_a_conversation_ends_where_the_assistant_is_to_begin(tokenizer: Any) -> 
     assert tokenizer.decode(data["prompt"][0]) == rendered
 
 
-def test_a_row_says_where_it_is_in_the_records_so_that_judges_find_its_columns(tokenizer: Any) -> None:
-    records = load([{"prompt": "a", "answer": "1"}, {"prompt": "", "answer": "2"}, {"prompt": "b", "answer": "3"}])
+def test_a_row_says_where_it_is_in_the_records_so_that_judges_find_its_columns(
+    tokenizer: Any,
+) -> None:
+    records = load(
+        [
+            {"prompt": "a", "answer": "1"},
+            {"prompt": "", "answer": "2"},
+            {"prompt": "b", "answer": "3"},
+        ]
+    )
     data, accounting = encode_prompts(records, tokenizer, Tokenization(on_bad_row="skip"))
     assert [records.dataset[row]["answer"] for row in data["row"]] == ["1", "3"]
     assert accounting.skipped == {"no prompt": 1}
@@ -52,9 +62,18 @@ def test_too_long_a_prompt_is_an_error_unless_it_may_be_cut(tokenizer: Any) -> N
     [
         ("", "'prompt' is empty, so nothing predicts the first token"),
         ([], "'prompt' has no messages"),
-        ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with .* role assistant"),
-        ([{"role": "system", "content": "a"}], "ends with a message of the role system, wanted a user's or a tool's"),
-        ([{"role": "system", "content": "a"}, {"role": "user", "content": " \n"}], "message 2, the user's, is empty"),
+        (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+            "ends with .* role assistant",
+        ),
+        (
+            [{"role": "system", "content": "a"}],
+            "ends with a message of the role system, wanted a user's or a tool's",
+        ),
+        (
+            [{"role": "system", "content": "a"}, {"role": "user", "content": " \n"}],
+            "message 2, the user's, is empty",
+        ),
         (
             [{"role": "user", "content": [{"type": "image"}]}],
             "row 2: the content of .* has a part of the type 'image', wanted text",

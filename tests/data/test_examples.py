@@ -1,7 +1,15 @@
 import pytest
 from burnish.data.chat import Encoder
 from burnish.data.columns import BadRow, ParsedRow
-from burnish.data.examples import Tokenization, completed, demonstration, pair, solution, stepwise, unpaired
+from burnish.data.examples import (
+    Tokenization,
+    completed,
+    demonstration,
+    pair,
+    solution,
+    stepwise,
+    unpaired,
+)
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "aaaa"}
@@ -43,7 +51,9 @@ def test_a_conversation_ends_with_the_last_trained_token(encoder) -> None:
 def test_what_the_user_says_between_answers_is_in_the_completion_and_not_trained(encoder) -> None:
     example = supervised(encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],))).example
     between = "\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-    assert text(encoder, example)[1] == [("aaaa<|im_end|>" * 2, f"aaaa<|im_end|>{between}aaaa<|im_end|>")]
+    assert text(encoder, example)[1] == [
+        ("aaaa<|im_end|>" * 2, f"aaaa<|im_end|>{between}aaaa<|im_end|>")
+    ]
 
 
 def test_a_completion_of_messages_trains_on_all_that_the_template_adds(encoder) -> None:
@@ -54,9 +64,21 @@ def test_a_completion_of_messages_trains_on_all_that_the_template_adds(encoder) 
 @pytest.mark.parametrize(
     ("row", "train_on", "trained"),
     [
-        (ParsedRow([USER, ANSWER, USER], ([ANSWER, USER, ANSWER],)), "assistant", "aaaa<|im_end|>" * 2),
-        (ParsedRow([USER], ([ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
-        (ParsedRow(None, ([USER, ANSWER],)), "all", "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n"),
+        (
+            ParsedRow([USER, ANSWER, USER], ([ANSWER, USER, ANSWER],)),
+            "assistant",
+            "aaaa<|im_end|>" * 2,
+        ),
+        (
+            ParsedRow([USER], ([ANSWER],)),
+            "all",
+            "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n",
+        ),
+        (
+            ParsedRow(None, ([USER, ANSWER],)),
+            "all",
+            "user\nq<|im_end|>\n<|im_start|>assistant\naaaa<|im_end|>\n",
+        ),
         (ParsedRow("pr", ("aa",)), "all", "raa<eos>"),
         (ParsedRow("pr", ("aa",)), "completion", "aa<eos>"),
     ],
@@ -70,7 +92,11 @@ def test_what_is_trained_can_be_chosen(encoder, row, train_on, trained) -> None:
     [
         (ParsedRow("p", ("a",)), "assistant", "wants conversations, got plain text"),
         (ParsedRow(None, ("a",)), "assistant", "wants conversations, got plain text"),
-        (ParsedRow(None, ([USER, ANSWER],)), "completion", "wants the columns prompt and completion"),
+        (
+            ParsedRow(None, ([USER, ANSWER],)),
+            "completion",
+            "wants the columns prompt and completion",
+        ),
     ],
 )
 def test_what_a_layout_does_not_have_cannot_be_chosen(encoder, row, train_on, message) -> None:
@@ -79,10 +105,15 @@ def test_what_a_layout_does_not_have_cannot_be_chosen(encoder, row, train_on, me
 
 
 def test_without_a_prompt_the_first_token_is_not_trained(encoder) -> None:
-    assert text(encoder, supervised(encoder, ParsedRow("", ("xy",))).example) == ("x", [("y<eos>", "y<eos>")])
+    assert text(encoder, supervised(encoder, ParsedRow("", ("xy",))).example) == (
+        "x",
+        [("y<eos>", "y<eos>")],
+    )
     example = pair(ParsedRow("", ("xy", "xz")), encoder, limit=ANYTHING).example
     assert text(encoder, example) == ("x", [("y<eos>", "y<eos>"), ("z<eos>", "z<eos>")])
-    with pytest.raises(BadRow, match="the prompt is empty, so nothing predicts the first token; give a prompt"):
+    with pytest.raises(
+        BadRow, match="the prompt is empty, so nothing predicts the first token; give a prompt"
+    ):
         pair(ParsedRow("", ("x", "y")), encoder, limit=ANYTHING)
 
 
@@ -93,7 +124,8 @@ def test_without_a_prompt_the_first_token_is_not_trained(encoder) -> None:
         (Tokenization(6, "keep_start"), (True, "pppp", "aa")),
         (Tokenization(5, "keep_start"), (True, "pppp", "a")),
         (Tokenization(8, "keep_end"), (True, "p", "aaaaaa<eos>")),
-        # As in TRL: the sequence that is left begins within the answer, and nothing predicts its first token.
+        # As in TRL: the sequence that is left begins within the answer, and nothing predicts its
+        # first token.
         (Tokenization(6, "keep_end"), (True, "a", "aaaa<eos>")),
     ],
 )
@@ -123,11 +155,15 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
     whole = supervised(encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],))).example
     length = len(whole.prompt) + len(whole.completions[0])
     found = supervised(
-        encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), Tokenization(length - 1, "keep_start")
+        encoder,
+        ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)),
+        Tokenization(length - 1, "keep_start"),
     )
     assert text(encoder, found.example)[1][0][0] == "aaaa<|im_end|>aaaa"
     found = supervised(
-        encoder, ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)), Tokenization(length - 20, "keep_start")
+        encoder,
+        ParsedRow(None, ([USER, ANSWER, USER, ANSWER],)),
+        Tokenization(length - 20, "keep_start"),
     )
     assert text(encoder, found.example)[1] == [("aaaa<|im_end|>", "aaaa<|im_end|>")]
 
@@ -153,7 +189,12 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
             "too long",
             "6 tokens and max_length is 5; raise max_length, choose the",
         ),
-        (ParsedRow("pppp", ("a", "b")), Tokenization(5, "error"), "too long", "6 tokens and max_length is 5"),
+        (
+            ParsedRow("pppp", ("a", "b")),
+            Tokenization(5, "error"),
+            "too long",
+            "6 tokens and max_length is 5",
+        ),
         (
             ParsedRow("pppp", ("a", "b")),
             Tokenization(4, "keep_start"),
@@ -172,7 +213,12 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
             "identical after truncation",
             "two completions differ only beyond max_length=5, so neither is preferred; raise max_length",
         ),
-        (ParsedRow("", ("<eos>", "<eos>x")), ANYTHING, "empty", "an answer has no tokens of its own"),
+        (
+            ParsedRow("", ("<eos>", "<eos>x")),
+            ANYTHING,
+            "empty",
+            "an answer has no tokens of its own",
+        ),
         (
             ParsedRow("pp", ("a", "a<eos>")),
             ANYTHING,
@@ -193,7 +239,8 @@ def test_a_row_without_anything_left_to_learn_says_so(encoder, row, limit, kind,
 @pytest.mark.parametrize("field", ["completion", "pair"])
 def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) -> None:
     silent = Encoder(
-        byte_tokenizer(), "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+        byte_tokenizer(),
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
     )
     with pytest.raises(BadRow, match="the chat template leaves nothing of an answer") as caught:
         if field == "pair":
@@ -205,7 +252,10 @@ def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((1, "keep_start"), "at least 2, for a prompt and a completion, got 1"), ((5, "middle"), "got 'middle'")],
+    [
+        ((1, "keep_start"), "at least 2, for a prompt and a completion, got 1"),
+        ((5, "middle"), "got 'middle'"),
+    ],
 )
 def test_impossible_limits_are_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
@@ -214,15 +264,22 @@ def test_impossible_limits_are_refused(arguments, message) -> None:
 
 def test_every_answer_of_a_ranking_continues_the_prompt_and_is_trained(encoder) -> None:
     found = completed(
-        ParsedRow("pp", ("a", "bb", "c"), annotation=[2, 0, 1]), encoder, limit=Tokenization(4, "keep_start")
+        ParsedRow("pp", ("a", "bb", "c"), annotation=[2, 0, 1]),
+        encoder,
+        limit=Tokenization(4, "keep_start"),
     )
-    assert text(encoder, found.example) == ("pp", [("a<eos>", "a<eos>"), ("bb", "bb"), ("c<eos>", "c<eos>")])
+    assert text(encoder, found.example) == (
+        "pp",
+        [("a<eos>", "a<eos>"), ("bb", "bb"), ("c<eos>", "c<eos>")],
+    )
     assert (found.truncated, found.annotation) == (True, [2, 0, 1])
     with pytest.raises(BadRow, match="two completions have the same tokens"):
         completed(ParsedRow("pp", ("a", "b", "a"), annotation=[2, 0, 1]), encoder, limit=ANYTHING)
     with pytest.raises(BadRow, match="two completions differ only beyond max_length=4"):
         completed(
-            ParsedRow("pp", ("a", "bbc", "bbd"), annotation=[2, 0, 1]), encoder, limit=Tokenization(4, "keep_start")
+            ParsedRow("pp", ("a", "bbc", "bbd"), annotation=[2, 0, 1]),
+            encoder,
+            limit=Tokenization(4, "keep_start"),
         )
 
 
@@ -243,7 +300,10 @@ def test_an_answer_says_what_would_contradict_it(encoder) -> None:
     [good] = unpaired(ParsedRow("p", ("a",), annotation=True), encoder, limit=ANYTHING)
     [bad] = unpaired(ParsedRow("p", ("a",), annotation=False), encoder, limit=ANYTHING)
     assert good.digests == bad.digests[::-1]
-    for other in (ParsedRow("p", ("c",), annotation=False), ParsedRow("pa", ("c",), annotation=False)):
+    for other in (
+        ParsedRow("p", ("c",), annotation=False),
+        ParsedRow("pa", ("c",), annotation=False),
+    ):
         [found] = unpaired(other, encoder, limit=ANYTHING)
         assert not set(good.digests) & set(found.digests)
 
@@ -253,7 +313,10 @@ def test_the_same_tokens_after_another_prompt_contradict_nothing(encoder) -> Non
         unpaired(ParsedRow(prompt, (answer,), annotation=True), encoder, limit=ANYTHING)
         for prompt, answer in (("p", "aa"), ("pa", "a"))
     )
-    assert short.example.prompt + short.example.completions[0] == long.example.prompt + long.example.completions[0]
+    assert (
+        short.example.prompt + short.example.completions[0]
+        == long.example.prompt + long.example.completions[0]
+    )
     assert not set(short.digests) & set(long.digests)
 
 
@@ -272,7 +335,8 @@ def judged(encoder, found) -> list[tuple[str, float]]:
     ends = [position for position, train in enumerate(trained) if train]
     assert len(ids) == len(trained)
     return [
-        (encoder.tokenizer.decode(ids[: end + 1]), label) for end, label in zip(ends, found.annotation, strict=True)
+        (encoder.tokenizer.decode(ids[: end + 1]), label)
+        for end, label in zip(ends, found.annotation, strict=True)
     ]
 
 
@@ -280,7 +344,9 @@ def judged(encoder, found) -> list[tuple[str, float]]:
 def test_each_label_is_at_the_last_token_of_its_separator(encoder, separator) -> None:
     expected = list(zip(["aa@", "aa@b b@", "aa@b b@c@"], LABELS, strict=True))
     found = steps(encoder, separator=separator)
-    assert judged(encoder, found) == [(so_far.replace("@", separator), label) for so_far, label in expected]
+    assert judged(encoder, found) == [
+        (so_far.replace("@", separator), label) for so_far, label in expected
+    ]
     assert encoder.tokenizer.decode(found.example.prompt) == "<bos>pp"
 
 
@@ -289,12 +355,16 @@ def test_a_separator_merges_with_no_step(encoder, completions, separator) -> Non
     found = steps(encoder, completions=completions, separator=separator)
     assert len(encoder.bare(" b")) == 1  # so "a b" is two tokens
     [ids] = found.example.completions
-    assert [encoder.tokenizer.decode(token) for token in ids] == list(separator.join([*completions, ""]))
+    assert [encoder.tokenizer.decode(token) for token in ids] == list(
+        separator.join([*completions, ""])
+    )
 
 
 def test_steps_may_answer_a_conversation(encoder) -> None:
     found = steps(encoder, prompt=[USER], completions=("a",))
-    assert text(encoder, found.example)[0] == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text(encoder, found.example)[0] == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert judged(encoder, found) == [("a\n", 1.0)]
 
 
@@ -315,16 +385,32 @@ def test_the_end_of_a_solution_is_kept_at_the_cost_of_its_prompt(encoder) -> Non
 def test_the_last_step_alone_can_be_trained(encoder) -> None:
     assert judged(encoder, steps(encoder, last=True)) == judged(encoder, steps(encoder))[-1:]
     assert (
-        judged(encoder, steps(encoder, Tokenization(9, "keep_end"), last=True)) == judged(encoder, steps(encoder))[-1:]
+        judged(encoder, steps(encoder, Tokenization(9, "keep_end"), last=True))
+        == judged(encoder, steps(encoder))[-1:]
     )
 
 
 @pytest.mark.parametrize(
     ("limit", "settings", "kind", "problem"),
     [
-        (Tokenization(5, "keep_start"), {}, "no step left", "the first step ends at token 6 and max_length is 5"),
-        (Tokenization(3, "keep_start"), {}, "prompt too long", "the prompt has 3 tokens and max_length is 3"),
-        (Tokenization(8, "keep_end"), {}, "answer too long", "an answer has 8 tokens and max_length is 8"),
+        (
+            Tokenization(5, "keep_start"),
+            {},
+            "no step left",
+            "the first step ends at token 6 and max_length is 5",
+        ),
+        (
+            Tokenization(3, "keep_start"),
+            {},
+            "prompt too long",
+            "the prompt has 3 tokens and max_length is 3",
+        ),
+        (
+            Tokenization(8, "keep_end"),
+            {},
+            "answer too long",
+            "an answer has 8 tokens and max_length is 8",
+        ),
         (Tokenization(10, "error"), {}, "too long", "11 tokens and max_length is 10"),
         (
             Tokenization(10, "keep_start"),
@@ -342,10 +428,14 @@ def test_a_solution_without_a_label_left_says_so(encoder, limit, settings, kind,
 
 def test_steps_need_a_prompt_or_a_bos_token_before_them(encoder, byte_tokenizer) -> None:
     assert text(encoder, solution(ParsedRow("", ("a",)), encoder, separator="\n"))[0] == "<bos>"
-    with pytest.raises(BadRow, match="the prompt is empty and there is no BOS token to put in its place"):
+    with pytest.raises(
+        BadRow, match="the prompt is empty and there is no BOS token to put in its place"
+    ):
         solution(ParsedRow("", ("a",)), Encoder(byte_tokenizer(bos_token=None)), separator="\n")
 
 
 def test_a_separator_without_tokens_is_refused(encoder) -> None:
-    with pytest.raises(ValueError, match="separator: wanted text that the tokenizer has a token for, got ''"):
+    with pytest.raises(
+        ValueError, match="separator: wanted text that the tokenizer has a token for, got ''"
+    ):
         solution(ParsedRow("p", ("a",)), encoder, separator="")

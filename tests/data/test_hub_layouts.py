@@ -1,4 +1,6 @@
-"""Datasets that many train on, in the columns and types they have on the Hub: what of them is trained."""
+"""Datasets that many train on, in the columns and types they have on the Hub: what of them is
+trained.
+"""
 
 import json
 
@@ -36,7 +38,12 @@ HH = {
     "chosen": "\n\nHuman: Which is the largest?\n\nAssistant: Jupiter.",
     "rejected": "\n\nHuman: Which is the largest?\n\nAssistant: Earth.",
 }
-ALPACA = {"instruction": "Add the numbers.", "input": "2, 3", "output": "5", "text": "Below is an instruction ..."}
+ALPACA = {
+    "instruction": "Add the numbers.",
+    "input": "2, 3",
+    "output": "5",
+    "text": "Below is an instruction ...",
+}
 OPENHERMES = {
     "conversations": [
         {"from": "system", "value": "Be brief.", "weight": None},
@@ -48,9 +55,23 @@ OPENHERMES = {
     "skip_prompt_formatting": None,
     "idx": None,
 }
-NO_ROBOTS = {"prompt": ASK["content"], "prompt_id": "1d9e", "messages": [ASK, ANSWER], "category": "Open QA"}
-ORCA = {"system": "You are concise.", "question": "Which is the largest?", "chosen": "Jupiter.", "rejected": "Earth."}
-PRM800K = {"prompt": "What is 2 + 3 + 4?", "completions": ["2 + 3 = 5.", "5 + 4 = 8."], "labels": [True, False]}
+NO_ROBOTS = {
+    "prompt": ASK["content"],
+    "prompt_id": "1d9e",
+    "messages": [ASK, ANSWER],
+    "category": "Open QA",
+}
+ORCA = {
+    "system": "You are concise.",
+    "question": "Which is the largest?",
+    "chosen": "Jupiter.",
+    "rejected": "Earth.",
+}
+PRM800K = {
+    "prompt": "What is 2 + 3 + 4?",
+    "completions": ["2 + 3 = 5.", "5 + 4 = 8."],
+    "labels": [True, False],
+}
 GSM8K = {"question": "What is 2 + 3?", "answer": "2 + 3 = <<2+3=5>>5\n#### 5"}
 OPENR1 = {
     "problem": "What is 2 + 3?",
@@ -80,16 +101,30 @@ APIGEN = {
 TOUCAN = {
     "uuid": "7c",
     "messages": json.dumps(
-        [ASK, {"role": "assistant", "content": "", "function_call": CALL}, {"role": "function", "content": "1"}, ANSWER]
+        [
+            ASK,
+            {"role": "assistant", "content": "", "function_call": CALL},
+            {"role": "function", "content": "1"},
+            ANSWER,
+        ]
     ),
     "tools": json.dumps([SCHEMA]),
 }
 TOOLACE = {
     "system": "You may call [weather].",
-    "conversations": [{"from": "user", "value": "Weather?"}, {"from": "assistant", "value": "[weather(city='Rome')]"}],
+    "conversations": [
+        {"from": "user", "value": "Weather?"},
+        {"from": "assistant", "value": "[weather(city='Rome')]"},
+    ],
 }
 DOLLY = {"instruction": "Add.", "context": "2, 3", "response": "5", "category": "closed_qa"}
-HELPSTEER = {"prompt": ASK["content"], "response": "Jupiter.", "helpfulness": 3, "correctness": 4, "verbosity": 1}
+HELPSTEER = {
+    "prompt": ASK["content"],
+    "response": "Jupiter.",
+    "helpfulness": 3,
+    "correctness": 4,
+    "verbosity": 1,
+}
 DAPO = {
     "data_source": "math_dapo",
     "prompt": [{"content": "Solve 2 + 3.", "role": "user"}],
@@ -106,7 +141,12 @@ KTO_MIX = {"prompt": [ASK], "completion": [ANSWER], "label": True}
 SYSTEM = {"system": "system_prompt"}
 
 LAYOUTS = {  # row, settings of the part, how it is encoded, the trained text of each completion
-    "ultrachat_200k": (ULTRACHAT, {"split": "train_sft"}, encode_supervised, [f"Jupiter.{END}Mercury.{END}"]),
+    "ultrachat_200k": (
+        ULTRACHAT,
+        {"split": "train_sft"},
+        encode_supervised,
+        [f"Jupiter.{END}Mercury.{END}"],
+    ),
     "ultrafeedback_binarized": (
         ULTRAFEEDBACK,
         {"split": "train_prefs"},
@@ -117,7 +157,10 @@ LAYOUTS = {  # row, settings of the part, how it is encoded, the trained text of
     "hh-rlhf, one by one": (HH, {}, encode_unpaired, [" Jupiter.<eos>"]),
     "alpaca": (
         ALPACA,
-        {"columns": {"instruction": "prompt", "input": "prompt", "output": "completion"}, "system_prompt": ""},
+        {
+            "columns": {"instruction": "prompt", "input": "prompt", "output": "completion"},
+            "system_prompt": "",
+        },
         encode_supervised,
         [f"5{END}\n"],
     ),
@@ -157,10 +200,25 @@ LAYOUTS = {  # row, settings of the part, how it is encoded, the trained text of
         encode_scores,
         [f"Jupiter.{END}\n"],
     ),
-    "tulu-3 preference mixture": (TULU_PAIR, {}, encode_preference, [f"Mercury.{END}\n", f"Earth.{END}\n"]),
+    "tulu-3 preference mixture": (
+        TULU_PAIR,
+        {},
+        encode_preference,
+        [f"Mercury.{END}\n", f"Earth.{END}\n"],
+    ),
     "kto-mix-14k": (KTO_MIX, {}, encode_unpaired, [f"Jupiter.{END}\n"]),
-    "DAPO-Math-17k": (DAPO, {"columns": {"reward_model.ground_truth": "answer"}}, encode_prompts, []),
-    "openr1-math, sampled": (OPENR1, {"columns": PROMPT, "system_prompt": "Think."}, encode_prompts, []),
+    "DAPO-Math-17k": (
+        DAPO,
+        {"columns": {"reward_model.ground_truth": "answer"}},
+        encode_prompts,
+        [],
+    ),
+    "openr1-math, sampled": (
+        OPENR1,
+        {"columns": PROMPT, "system_prompt": "Think."},
+        encode_prompts,
+        [],
+    ),
 }
 
 
@@ -171,7 +229,9 @@ def test_a_dataset_of_the_hub_is_trained_as_it_is(name, stored, tmp_path, byte_t
     split = settings.get("split", "train").partition("[")[0]
     if stored == "saved":
         path = tmp_path / "saved"
-        DatasetDict({split: Dataset.from_list([row] * 2), "test": Dataset.from_list([row])}).save_to_disk(str(path))
+        DatasetDict(
+            {split: Dataset.from_list([row] * 2), "test": Dataset.from_list([row])}
+        ).save_to_disk(str(path))
     else:
         path = tmp_path / f"a.{stored}"
         settings = {key: value for key, value in settings.items() if key != "split"}
@@ -194,6 +254,8 @@ def test_a_dataset_of_the_hub_is_trained_as_it_is(name, stored, tmp_path, byte_t
         assert records[0].dataset["answer"][:] == ["5"] * account.read
 
 
-def test_alpaca_without_names_for_its_columns_is_trained_on_its_text_and_says_so(byte_tokenizer) -> None:
+def test_alpaca_without_names_for_its_columns_is_trained_on_its_text_and_says_so(
+    byte_tokenizer,
+) -> None:
     _, account = encode_supervised([ALPACA], byte_tokenizer())
     assert account.unused == ("instruction", "input", "output")

@@ -27,7 +27,11 @@ def write(tmp_path):
 
     def write(name: str, rows) -> str:
         path = tmp_path / f"{name}.jsonl"
-        rows = [{"prompt": f"{name} {i} is", "completion": f" {i}"} for i in range(rows)] if type(rows) is int else rows
+        rows = (
+            [{"prompt": f"{name} {i} is", "completion": f" {i}"} for i in range(rows)]
+            if type(rows) is int
+            else rows
+        )
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
@@ -39,7 +43,10 @@ def prompts(parts) -> list[list[str]]:
 
 
 def test_a_split_and_a_part_of_one_are_named_in_text_or_by_fields(tmp_path, write) -> None:
-    rows = {name: Dataset.from_list([{"prompt": f"{name} {i}"} for i in range(4)]) for name in ("train", "test_sft")}
+    rows = {
+        name: Dataset.from_list([{"prompt": f"{name} {i}"} for i in range(4)])
+        for name in ("train", "test_sft")
+    }
     DatasetDict(rows).save_to_disk(str(tmp_path / "saved"))
     for data in (
         f"{tmp_path}/saved#test_sft[1:3]",
@@ -67,7 +74,9 @@ def test_a_path_that_exists_is_taken_as_it_is(tmp_path, write) -> None:
         {"path": "user/set:main", "revision": "v2", "split": "test"},
     ],
 )
-def test_a_dataset_of_the_hub_is_named_with_configuration_revision_and_split(monkeypatch, data) -> None:
+def test_a_dataset_of_the_hub_is_named_with_configuration_revision_and_split(
+    monkeypatch, data
+) -> None:
     asked = []
     rows = Dataset.from_list([{"text": "a"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
@@ -96,7 +105,8 @@ def test_columns_get_other_names_and_several_are_joined(write) -> None:
     (part,), _ = load_data({"path": write("alpaca", rows), "columns": ["output"]})
     assert part.dataset.column_names == ["output"]
     with pytest.raises(
-        DataError, match=r"alpaca\.jsonl: columns: there is no 'question'; there are instruction, input"
+        DataError,
+        match=r"alpaca\.jsonl: columns: there is no 'question'; there are instruction, input",
     ):
         load_data({"path": write("alpaca", rows), "columns": {"question": "prompt"}})
 
@@ -114,8 +124,14 @@ def test_columns_get_other_names_and_several_are_joined(write) -> None:
         ({"chosen": "b", "rejected": "c"}, encode_preference, None),
     ],
 )  # fmt: skip
-def test_columns_under_other_names_are_named_with_the_fix(row, encode, columns, write, byte_tokenizer) -> None:
-    wanted = f"give data: {{path: ..., columns: {{{columns}}}}}" if columns else "share no beginning; give the 'prompt'"
+def test_columns_under_other_names_are_named_with_the_fix(
+    row, encode, columns, write, byte_tokenizer
+) -> None:
+    wanted = (
+        f"give data: {{path: ..., columns: {{{columns}}}}}"
+        if columns
+        else "share no beginning; give the 'prompt'"
+    )
     with pytest.raises(DataError, match=re.escape(wanted)):
         encode(write("a", [row]), byte_tokenizer())
 
@@ -124,11 +140,15 @@ def test_a_system_prompt_makes_conversations_of_texts(write, byte_tokenizer) -> 
     data = {"path": write("a", 1), "system_prompt": "Count."}
     (part,), _ = load_data(data)
     system, user = {"role": "system", "content": "Count."}, {"role": "user", "content": "a 0 is"}
-    assert part.dataset[0] == {"prompt": [system, user], "completion": [{"role": "assistant", "content": " 0"}]}
+    assert part.dataset[0] == {
+        "prompt": [system, user],
+        "completion": [{"role": "assistant", "content": " 0"}],
+    }
     (part,), _ = load_data({**data, "system_prompt": ""})
     assert part.dataset[0]["prompt"] == [user]
     with pytest.raises(
-        DataError, match=r"b\.jsonl: system_prompt: wanted conversations, or a column 'prompt' of plain"
+        DataError,
+        match=r"b\.jsonl: system_prompt: wanted conversations, or a column 'prompt' of plain",
     ):
         load_data({**data, "path": write("b", [{"text": "a"}])})
 
@@ -153,40 +173,65 @@ OWN, COUNT = ({"role": "system", "content": text} for text in ("Be kind.", "Coun
         (encode_supervised, {"prompt": "Hi", "messages": [USER, ANSWER]}, [COUNT, USER]),
         (encode_supervised, {"prompt": [USER], "completion": [ANSWER]}, [COUNT, USER]),
         (encode_supervised, {"prompt": [OWN, USER], "completion": [ANSWER]}, [OWN, USER]),
-        (encode_supervised, {"prompt": "Hi", "completion": "x", "system_prompt": "Be kind."}, [OWN, USER]),
+        (
+            encode_supervised,
+            {"prompt": "Hi", "completion": "x", "system_prompt": "Be kind."},
+            [OWN, USER],
+        ),
         (encode_supervised, {"messages": [USER, ANSWER], "system_prompt": "Be kind."}, [OWN, USER]),
         (encode_preference, {"chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, [COUNT, USER]),
-        (encode_preference, {"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]}, [COUNT, USER]),
-        (encode_preference, {"prompt": "Hi", "chosen": [ANSWER], "rejected": [OTHER]}, [COUNT, USER]),
+        (
+            encode_preference,
+            {"prompt": "Hi", "chosen": [USER, ANSWER], "rejected": [USER, OTHER]},
+            [COUNT, USER],
+        ),
+        (
+            encode_preference,
+            {"prompt": "Hi", "chosen": [ANSWER], "rejected": [OTHER]},
+            [COUNT, USER],
+        ),
         (encode_prompts, {"prompt": [USER]}, [COUNT, USER]),
         (encode_prompts, {"prompt": [OWN, USER]}, [OWN, USER]),
         (encode_prompts, {"prompt": "Hi"}, [COUNT, USER]),
     ],
 )
-def test_one_system_prompt_begins_conversations_of_every_layout(write, byte_tokenizer, encode, row, expected) -> None:
+def test_one_system_prompt_begins_conversations_of_every_layout(
+    write, byte_tokenizer, encode, row, expected
+) -> None:
     tokenizer = byte_tokenizer("chatml")
     data, account = encode({"path": write("a", [row]), "system_prompt": "Count."}, tokenizer)
     prompt = tokenizer.apply_chat_template(expected, add_generation_prompt=True, tokenize=False)
     assert tokenizer.decode(data[0]["prompt"]) == prompt
     keeps = expected[0] == OWN
     assert account.own_system == keeps
-    assert ("1 that keep a system message of their own, instead of system_prompt" in str(account)) == keeps
+    assert (
+        "1 that keep a system message of their own, instead of system_prompt" in str(account)
+    ) == keeps
 
 
 def test_an_empty_system_prompt_adds_no_message_to_conversations(write) -> None:
-    (part,), _ = load_data({"path": write("a", [{"prompt": [USER], "completion": [ANSWER]}]), "system_prompt": ""})
+    (part,), _ = load_data(
+        {"path": write("a", [{"prompt": [USER], "completion": [ANSWER]}]), "system_prompt": ""}
+    )
     assert part.dataset[0] == {"prompt": [USER], "completion": [ANSWER]}
 
 
 def test_a_prompt_shows_its_system_message_to_rewards_and_environments(write) -> None:
-    rows = [{"prompt": [USER]}, {"prompt": [OWN, USER]}, {"prompt": [USER], "system_prompt": "Be kind."}]
+    rows = [
+        {"prompt": [USER]},
+        {"prompt": [OWN, USER]},
+        {"prompt": [USER], "system_prompt": "Be kind."},
+    ]
     (part,), _ = load_data({"path": write("a", rows), "system_prompt": "Count."})
     assert part.dataset["prompt"][:] == [[COUNT, USER], [OWN, USER], [USER]]
 
 
 def test_rows_that_are_both_trained_on_and_held_out_are_counted(write, caplog) -> None:
     rows = [{"prompt": f"{n}", "completion": "x"} for n in range(4)]
-    train, other = write("train", rows), write("other", [*rows[:2], {"prompt": "9", "completion": "x"}])
+    train, other = (
+        write("train", rows),
+        write("other", [*rows[:2], {"prompt": "9", "completion": "x"}]),
+    )
     load_data(train, other)
     assert "eval_data: 2 of its 3 rows are also trained on; name others" in caplog.text
     caplog.clear()
@@ -246,13 +291,18 @@ def test_held_out_rows_are_those_of_the_mixture_each_once(write) -> None:
 
 @pytest.mark.parametrize("amount", [0, 1.0e-9, 20, 21, -1])
 def test_some_rows_are_held_out_and_some_are_not(amount, write) -> None:
-    with pytest.raises(DataError, match=r"eval_data: wanted a share in \(0, 1\), or a number of rows .* of 20 rows"):
+    with pytest.raises(
+        DataError, match=r"eval_data: wanted a share in \(0, 1\), or a number of rows .* of 20 rows"
+    ):
         load_data(write("a", 20), amount)
 
 
 def test_held_out_data_may_be_another_split_of_the_same_parts(tmp_path) -> None:
     for name in ("x", "y"):
-        rows = {split: Dataset.from_list([{"prompt": f"{name} {split}"}] * 4) for split in ("train", "test")}
+        rows = {
+            split: Dataset.from_list([{"prompt": f"{name} {split}"}] * 4)
+            for split in ("train", "test")
+        }
         DatasetDict(rows).save_to_disk(str(tmp_path / name))
     data = {str(tmp_path / "x"): 0.5, str(tmp_path / "y"): 1}
     for eval_data in ("#test", {"split": "test"}):
@@ -262,7 +312,12 @@ def test_held_out_data_may_be_another_split_of_the_same_parts(tmp_path) -> None:
 
 
 def test_each_part_is_encoded_by_its_own_layout_and_counted(write, byte_tokenizer) -> None:
-    chat = [{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "score": 1.0}] * 4
+    chat = [
+        {
+            "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
+            "score": 1.0,
+        }
+    ] * 4
     chat[1] = {"messages": []}
     data = [{"path": write("plain", 3)}, {"path": write("chat", chat), "weight": 0.75}]
     options = Tokenization(on_bad_row="skip")
@@ -290,7 +345,10 @@ def test_a_mixture_with_rows_left_out_is_not_written_again(write, byte_tokenizer
 
 def test_numbers_beside_the_parts_agree(write, byte_tokenizer) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    data = [write("a", [{**pair, "margin": 1, "votes": 3}] * 2), write("b", [{**pair, "margin": 0.5}])]
+    data = [
+        write("a", [{**pair, "margin": 1, "votes": 3}] * 2),
+        write("b", [{**pair, "margin": 0.5}]),
+    ]
     mixed, _ = encode_preference(data, byte_tokenizer())
     assert mixed.column_names == ["margin", "prompt", "completions", "trained", "_row"]
     assert mixed["_row"][:] == [0, 1, 2]  # of all parts one after another
@@ -328,8 +386,12 @@ def test_a_part_that_says_nothing_sensible_is_refused(data, message) -> None:
 
 
 def test_parts_that_fit_into_no_table_are_named(write) -> None:
-    parts, _ = load_data([write("a", 1), write("b", [{"prompt": [{"role": "user", "content": "q"}]}])])
-    with pytest.raises(DataError, match=r"a\.jsonl, b\.jsonl: the columns of these parts don't fit into one table"):
+    parts, _ = load_data(
+        [write("a", 1), write("b", [{"prompt": [{"role": "user", "content": "q"}]}])]
+    )
+    with pytest.raises(
+        DataError, match=r"a\.jsonl, b\.jsonl: the columns of these parts don't fit into one table"
+    ):
         concatenated(parts)
 
 
@@ -343,7 +405,11 @@ def test_rows_in_memory_are_data_as_they_are() -> None:
 
 def test_rows_without_a_length_want_streaming() -> None:
     rows = Dataset.from_list([{"text": "a"}]).to_iterable_dataset()
-    with pytest.raises(DataError, match="an IterableDataset is read step by step; set streaming=True, and steps"):
+    with pytest.raises(
+        DataError, match="an IterableDataset is read step by step; set streaming=True, and steps"
+    ):
         load_data(rows)
-    with pytest.raises(DataError, match="eval_data is read at once: give it as rows, a file or a Dataset"):
+    with pytest.raises(
+        DataError, match="eval_data is read at once: give it as rows, a file or a Dataset"
+    ):
         load_data(rows, rows, streaming=True)

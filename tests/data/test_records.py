@@ -8,7 +8,10 @@ import pytest
 from burnish.data import DataError, load, records
 from datasets import Dataset, DatasetDict
 
-ROWS = [{"prompt": "a", "completion": "42", "margin": 1.5}, {"prompt": "b", "completion": "None", "margin": 2.0}]
+ROWS = [
+    {"prompt": "a", "completion": "42", "margin": 1.5},
+    {"prompt": "b", "completion": "None", "margin": 2.0},
+]
 
 
 def write(path, text: str):
@@ -49,11 +52,16 @@ def test_a_row_of_a_large_file_is_named_without_holding_the_file(tmp_path) -> No
 
 
 def test_a_part_of_a_split_can_be_read(tmp_path) -> None:
-    assert list(load(write(tmp_path / "a.jsonl", lines(ROWS)), split="train[1:]").dataset) == ROWS[1:]
+    assert (
+        list(load(write(tmp_path / "a.jsonl", lines(ROWS)), split="train[1:]").dataset) == ROWS[1:]
+    )
 
 
 TABLE = "prompt,completion,answer\na,42,06\nb,None,1.50\n"
-CELLS = [{"prompt": "a", "completion": "42", "answer": "06"}, {"prompt": "b", "completion": "None", "answer": "1.50"}]
+CELLS = [
+    {"prompt": "a", "completion": "42", "answer": "06"},
+    {"prompt": "b", "completion": "None", "answer": "1.50"},
+]
 
 
 def test_every_cell_of_a_csv_is_text_wherever_the_file_is(tmp_path) -> None:
@@ -66,7 +74,11 @@ def test_every_cell_of_a_csv_is_text_wherever_the_file_is(tmp_path) -> None:
     for source in (file, folder, f"{folder}/*.csv", other):
         assert list(load(source).dataset) == CELLS, source
     assert list(load(str(folder), data_files="train.csv").dataset) == CELLS
-    assert list(load(file, streaming=True).dataset) == list(load(folder, streaming=True).dataset) == CELLS
+    assert (
+        list(load(file, streaming=True).dataset)
+        == list(load(folder, streaming=True).dataset)
+        == CELLS
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,7 +98,9 @@ def test_a_csv_whose_cells_have_no_column_of_their_own_is_refused(tmp_path, tabl
 
 def test_the_working_directory_is_named_by_its_name(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=f"^{tmp_path.name}: not a dataset that can be read: .*any .*data files"):
+    with pytest.raises(
+        DataError, match=f"^{tmp_path.name}: not a dataset that can be read: .*any .*data files"
+    ):
         load(".")
     write(tmp_path / "train.jsonl", lines(ROWS))
     assert list(load(".").dataset) == ROWS
@@ -105,10 +119,14 @@ def test_an_empty_cell_of_a_csv_is_empty_text_or_a_missing_value(tmp_path) -> No
     ]
 
 
-@pytest.mark.parametrize("name, separator", [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.tsv.gz", "\t")])
+@pytest.mark.parametrize(
+    "name, separator", [("a.csv", ";"), ("a.csv", "\t"), ("a.tsv", "\t"), ("a.tsv.gz", "\t")]
+)
 def test_columns_may_be_separated_by_semicolons_or_tabs(tmp_path, name, separator) -> None:
     text = TABLE.replace(",", separator)
-    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
+    (tmp_path / name).write_bytes(
+        gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
+    )
     assert list(load(tmp_path / name).dataset) == CELLS
 
 
@@ -149,7 +167,9 @@ def test_a_row_is_named_by_its_line_where_there_are_lines(tmp_path) -> None:
 )
 def test_a_malformed_json_line_is_named_with_the_fix(tmp_path, line, problem) -> None:
     path = write(tmp_path / "pairs.jsonl", lines(ROWS * 8) + f"\n{line}\n" + lines(ROWS))
-    with pytest.raises(DataError, match="^" + re.escape(f"pairs.jsonl line 18: {problem}; fix or remove the line")):
+    with pytest.raises(
+        DataError, match="^" + re.escape(f"pairs.jsonl line 18: {problem}; fix or remove the line")
+    ):
         load(path)
 
 
@@ -173,7 +193,9 @@ def test_a_malformed_json_array_is_named_with_the_place(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("begin", ["nonsense\n", "[1, 2\n", '[{"text": "a"},\n'])
-def test_the_mistake_in_a_large_compressed_file_is_looked_for_in_bounded_memory(tmp_path, begin, monkeypatch) -> None:
+def test_the_mistake_in_a_large_compressed_file_is_looked_for_in_bounded_memory(
+    tmp_path, begin, monkeypatch
+) -> None:
     monkeypatch.setattr(records, "_DIAGNOSED", 1 << 20)
     path = tmp_path / "a.jsonl.gz"
     with gzip.open(path, "wt") as file:
@@ -201,7 +223,11 @@ def test_json_that_is_nested_without_end_is_named(tmp_path) -> None:
         ("a.jsonl", "", "a.jsonl: no rows"),
         ("a.json", "[]", "a.json: no rows"),
         ("a.csv", "prompt,completion\n", "a.csv: no rows"),
-        ("a.txt", "hello", "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, got .txt"),
+        (
+            "a.txt",
+            "hello",
+            "wanted a file that ends in .json, .jsonl, .ndjson, .csv, .tsv, .parquet, .arrow, got .txt",
+        ),
         ("a.jsonl.gz", "hello", "a.jsonl.gz: can't be read: Not a gzipped file"),
         ("a.parquet", "hello", "a.parquet: the parquet reader failed"),
     ],
@@ -218,27 +244,34 @@ def test_a_directory_is_read_as_a_whole_or_refused(tmp_path) -> None:
     with pytest.raises(DataError, match=r"nothing-\*\.jsonl"):
         load(f"{tmp_path}/nothing-*.jsonl")
     write(tmp_path / "2.jsonl", lines([ROWS[0] | {"more": 1}]))
-    with pytest.raises(DataError, match=r"there are 1 new columns \({'more'}\); give all the same, or files of"):
+    with pytest.raises(
+        DataError, match=r"there are 1 new columns \({'more'}\); give all the same, or files of"
+    ):
         load(tmp_path)
     (tmp_path / "2.jsonl").unlink()
     for name in ("train.jsonl", "2.csv"):
         write(tmp_path / name, lines(ROWS) if name != "2.csv" else "prompt,completion\na,b\n")
         with pytest.raises(
-            DataError, match=r"would be left out beside .*; name the files that are to be read as parts"
+            DataError,
+            match=r"would be left out beside .*; name the files that are to be read as parts",
         ):
             load(tmp_path)
         (tmp_path / name).unlink()
 
 
 def test_a_file_that_does_not_exist_is_not_looked_for_on_the_hub(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked the Hub"))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *args, **kwargs: pytest.fail("asked the Hub")
+    )
     with pytest.raises(DataError, match=r"nothing\.jsonl: no such file"):
         load(tmp_path / "nothing.jsonl")
 
 
 def test_a_hub_name_carries_its_config(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or Dataset.from_list(ROWS))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or Dataset.from_list(ROWS)
+    )
     assert load("trl-lib/things:plain", split="test").source == "trl-lib/things:plain"
     load("trl-lib/things")
     assert asked == [
@@ -253,7 +286,8 @@ def test_a_hub_that_fails_is_quoted(monkeypatch) -> None:
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        DataError, match=r"no/such: no such file, and not read from the Hub: offline; wanted a path, or"
+        DataError,
+        match=r"no/such: no such file, and not read from the Hub: offline; wanted a path, or",
     ):
         load("no/such")
 
@@ -270,7 +304,9 @@ def test_a_dataset_that_gives_tensors_is_read_as_plain_values() -> None:
         load(Dataset.from_list(ROWS).with_transform(lambda rows: rows))
 
 
-@pytest.mark.parametrize(("data", "message"), [([1, 2], "row 1: wanted a dict of columns, got int"), (5, "got int")])
+@pytest.mark.parametrize(
+    ("data", "message"), [([1, 2], "row 1: wanted a dict of columns, got int"), (5, "got int")]
+)
 def test_what_is_no_record_is_refused(data, message) -> None:
     with pytest.raises(DataError, match=message):
         load(data)

@@ -30,13 +30,17 @@ def small_blocks(monkeypatch) -> None:
 
 @pytest.fixture
 def open_stream(byte_tokenizer):
-    """``open_stream(data, ...)`` is a stream, and ``open_stream.texts(stream, step)`` the texts of its steps."""
+    """``open_stream(data, ...)`` is a stream, and ``open_stream.texts(stream, step)`` the texts of
+    its steps.
+    """
     tokenizer = byte_tokenizer()
 
     def opened(data, *, batch_size=4, seed=0, on_bad_row="error", **options) -> Stream:
         options = {"batch_size": batch_size, "seed": seed, "shuffle": True, **options}
         encode = partial(
-            encode_supervised, tokenizer=tokenizer, options=Tokenization(cached=False, on_bad_row=on_bad_row)
+            encode_supervised,
+            tokenizer=tokenizer,
+            options=Tokenization(cached=False, on_bad_row=on_bad_row),
         )
         return Stream(data, encode, **options)
 
@@ -70,7 +74,8 @@ def mixture() -> list[dict]:
 def test_a_step_is_the_same_wherever_the_stream_was_opened(mixture, open_stream) -> None:
     undisturbed = open_stream(mixture)
     steps = [open_stream.texts(undisturbed, step) for step in range(40)]
-    assert max(Counter(text for step in steps for text in step).values()) > 1  # several epochs of some parts
+    # several epochs of some parts
+    assert max(Counter(text for step in steps for text in step).values()) > 1
     for step in (0, 7, 39):
         assert open_stream.texts(open_stream(mixture), step) == steps[step]
     resumed = open_stream(mixture)
@@ -81,11 +86,19 @@ def test_a_step_is_the_same_wherever_the_stream_was_opened(mixture, open_stream)
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-def test_a_mixture_of_25_parts_goes_on_as_it_would_have_wherever_it_is_cut(streaming, mixture, byte_tokenizer) -> None:
-    tokenizer, tokenization, plan = byte_tokenizer(), Tokenization(cached=False), {"micro_tokens": 40, "ranks": 2}
+def test_a_mixture_of_25_parts_goes_on_as_it_would_have_wherever_it_is_cut(
+    streaming, mixture, byte_tokenizer
+) -> None:
+    tokenizer, tokenization, plan = (
+        byte_tokenizer(),
+        Tokenization(cached=False),
+        {"micro_tokens": 40, "ranks": 2},
+    )
 
     def steps(first: int) -> list[list]:
-        """What the steps from this one on train on, and its plan, in a process that took none before."""
+        """What the steps from this one on train on, and its plan, in a process that took none
+        before.
+        """
         encode = partial(encode_supervised, tokenizer=tokenizer, options=tokenization)
         if streaming:
             examples = Stream(mixture, encode, batch_size=9, seed=3, shuffle=True)
@@ -96,7 +109,10 @@ def test_a_mixture_of_25_parts_goes_on_as_it_would_have_wherever_it_is_cut(strea
             cost = token_cost(examples, shared_prompt=False)
             batches = Batches(cost, batch_size=9, seed=3, steps=12, **plan)
         return [
-            [[[example(examples, i) for i in micro] for micro in rank] for rank in batches.plan(step)]
+            [
+                [[example(examples, i) for i in micro] for micro in rank]
+                for rank in batches.plan(step)
+            ]
             for step in range(first, 12)
         ]
 
@@ -106,7 +122,9 @@ def test_a_mixture_of_25_parts_goes_on_as_it_would_have_wherever_it_is_cut(strea
         assert steps(cut) == undisturbed[cut:]
 
 
-def test_an_epoch_has_each_row_once_and_the_next_one_has_them_in_another_order(write, open_stream) -> None:
+def test_an_epoch_has_each_row_once_and_the_next_one_has_them_in_another_order(
+    write, open_stream
+) -> None:
     rows = [{"text": f"row {i}"} for i in range(200)]  # in blocks of 75
     opened = open_stream(write("a", rows), batch_size=10)
     first, second = open_stream.texts(opened, *range(20)), open_stream.texts(opened, *range(20, 40))
@@ -119,7 +137,10 @@ def test_an_epoch_has_each_row_once_and_the_next_one_has_them_in_another_order(w
 
 
 def test_parts_are_drawn_in_proportion_to_their_weights(write, open_stream) -> None:
-    data = {write(name, [{"text": f"{name} {i}"} for i in range(9)]): weight for name, weight in (("a", 3), ("b", 1))}
+    data = {
+        write(name, [{"text": f"{name} {i}"} for i in range(9)]): weight
+        for name, weight in (("a", 3), ("b", 1))
+    }
     opened = open_stream(data, batch_size=50)
     counts = Counter(text[0] for text in open_stream.texts(opened, *range(20)))
     assert abs(counts["a"] - 750) < 4 * (1000 * 0.75 * 0.25) ** 0.5
@@ -131,9 +152,9 @@ def test_every_kind_of_data_is_streamed(tmp_path, write, open_stream) -> None:
     rows = [{"text": f"row {i}"} for i in range(6)]
     Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     (tmp_path / "a.csv").write_text("text\n" + "".join(f"{row['text']}\n" for row in rows))
-    DatasetDict({"train": Dataset.from_list([{"text": "x"}]), "other": Dataset.from_list(rows)}).save_to_disk(
-        str(tmp_path / "saved")
-    )
+    DatasetDict(
+        {"train": Dataset.from_list([{"text": "x"}]), "other": Dataset.from_list(rows)}
+    ).save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "shards").mkdir()
     write("shards/train-0", rows[:4]), write("shards/train-1", rows[4:])
     renamed = [{"content": row["text"]} for row in rows]
@@ -147,17 +168,28 @@ def test_every_kind_of_data_is_streamed(tmp_path, write, open_stream) -> None:
         rows,
         IterableDataset.from_generator(lambda: iter(rows)),
         IterableDatasetDict({"train": IterableDataset.from_generator(lambda: iter(rows))}),
-        {"path": IterableDatasetDict({"other": IterableDataset.from_generator(lambda: iter(rows))}), "split": "other"},
+        {
+            "path": IterableDatasetDict(
+                {"other": IterableDataset.from_generator(lambda: iter(rows))}
+            ),
+            "split": "other",
+        },
     ):
         opened = open_stream(data, batch_size=3, shuffle=False)
         assert open_stream.texts(opened, 0, 1) == [row["text"] for row in rows], data
 
 
-def test_rows_that_are_left_out_are_counted_and_leave_their_step_smaller(write, open_stream) -> None:
+def test_rows_that_are_left_out_are_counted_and_leave_their_step_smaller(
+    write, open_stream
+) -> None:
     data = write("a", [{"text": ""} if i == 5 else {"text": f"row {i}"} for i in range(8)])
     opened = open_stream(data, on_bad_row="skip", shuffle=False)
     assert [len(opened.open(step)) for step in range(3)] == [4, 3, 4]
-    assert (opened.accounting.read, opened.accounting.kept, opened.accounting.skipped) == (12, 11, {"empty": 1})
+    assert (opened.accounting.read, opened.accounting.kept, opened.accounting.skipped) == (
+        12,
+        11,
+        {"empty": 1},
+    )
     assert "the first: a.jsonl row 6: no token is left" in str(opened.accounting)
     with pytest.raises(DataError, match=r"a\.jsonl row 6: no token is left"):
         open_stream(data, shuffle=False).open(1)
@@ -179,9 +211,13 @@ def test_a_stream_of_nothing_to_train_on_is_refused(rows, tmp_path, open_stream)
 
 
 def test_a_split_that_a_stream_lacks_is_named(open_stream) -> None:
-    splits = IterableDatasetDict({"test": IterableDataset.from_generator(lambda: iter([{"text": "a"}]))})
+    splits = IterableDatasetDict(
+        {"test": IterableDataset.from_generator(lambda: iter([{"text": "a"}]))}
+    )
     for split in ("train", "test[:1]"):
-        with pytest.raises(DataError, match=re.escape(f"records: no split '{split}'; there are test")):
+        with pytest.raises(
+            DataError, match=re.escape(f"records: no split '{split}'; there are test")
+        ):
             open_stream({"path": splits, "split": split})
 
 
@@ -191,7 +227,11 @@ def test_the_ranks_share_a_step(mixture, open_stream) -> None:
     assert len(batches) == 3
     for step in range(3):
         plan = batches.plan(step)
-        assert sorted(i for rank in plan for micro in rank for i in micro) == batches.indices(step) == list(range(9))
+        assert (
+            sorted(i for rank in plan for micro in rank for i in micro)
+            == batches.indices(step)
+            == list(range(9))
+        )
         cost = token_cost(opened.open(step), shared_prompt=False)
         assert all(sum(cost[micro]) <= 20 for rank in plan for micro in rank)
         assert len(plan) == 2 and len(plan[0]) == len(plan[1])

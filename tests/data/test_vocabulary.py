@@ -19,12 +19,15 @@ def test_the_first_token_that_differs_is_named_with_both_meanings(byte_tokenizer
     teacher.add_tokens(["same", "five", "four"])
     index = student.convert_tokens_to_ids("four")
     with pytest.raises(
-        DataError, match=rf"^teacher: token {index} is 'five', and 'four' for the student, .*; choose a"
+        DataError,
+        match=rf"^teacher: token {index} is 'five', and 'four' for the student, .*; choose a",
     ):
         check_same_vocabulary(student, teacher)
 
 
 def test_two_real_tokenizers_are_told_apart(smollm2, byte_tokenizer) -> None:
     check_same_vocabulary(smollm2, smollm2)
-    with pytest.raises(DataError, match=r"^teacher: token 0 is '!', and '<\|endoftext\|>' for the student"):
+    with pytest.raises(
+        DataError, match=r"^teacher: token 0 is '!', and '<\|endoftext\|>' for the student"
+    ):
         check_same_vocabulary(smollm2, byte_tokenizer())

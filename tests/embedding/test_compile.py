@@ -1,9 +1,10 @@
-"""``torch.compile(fullgraph=True)`` of every objective whose entries do not interact: one graph, the same numbers.
+"""``torch.compile(fullgraph=True)`` of every objective whose entries do not interact: one graph,
+the same numbers.
 
     step = torch.compile(objective, fullgraph=True)
 
-A hyper-parameter is a number that may change from step to step: no value of it costs more graphs than it would cost in
-the simplest function there is.
+A hyper-parameter is a number that may change from step to step: no value of it costs more graphs
+than it would cost in the simplest function there is.
 """
 
 import importlib.util
@@ -38,14 +39,21 @@ COUPLED = {
 
 def preference_loss(objectives, chosen, rejected, ref_chosen, ref_rejected, logp):
     """What a user compiles is a whole loss: DPO of another divergence + 0.2 nll."""
-    a, b = (objectives.f_divergence_score(x, divergence="js") for x in (chosen - ref_chosen, rejected - ref_rejected))
+    a, b = (
+        objectives.f_divergence_score(x, divergence="js")
+        for x in (chosen - ref_chosen, rejected - ref_rejected)
+    )
     preference, stats = objectives.dpo(a, b, torch.zeros_like(a), torch.zeros_like(b), beta=0.1)
-    return preference.mean() + 0.2 * objectives.nll(logp)[0].mean(), stats["rewards/accuracies"].mean()
+    return preference.mean() + 0.2 * objectives.nll(logp)[0].mean(), stats[
+        "rewards/accuracies"
+    ].mean()
 
 
 def policy_loss(objectives, logp, old_logp, ref_logp, behavior_logp, advantage):
     """Clipped surrogate with truncated importance weights + 0.01 KL to the reference."""
-    weight = objectives.truncated_importance(objectives.token_log_ratio(old_logp, behavior_logp), cap=2.0)
+    weight = objectives.truncated_importance(
+        objectives.token_log_ratio(old_logp, behavior_logp), cap=2.0
+    )
     surrogate, stats = objectives.clipped_surrogate(logp, old_logp, advantage, clip_high=0.28)
     kl, _ = objectives.kl_estimate(logp, ref_logp, kind="k3")
     return (weight * surrogate + 0.01 * kl).mean(), stats["clip_ratio/region"].mean()
@@ -69,13 +77,17 @@ PLAIN = as_users_have_them()
 def objectives():
     """Everything exported that returns (loss, stats), by name."""
     for name, function in vars(PLAIN).items():
-        returns = inspect.signature(function).return_annotation if inspect.isfunction(function) else None
+        returns = (
+            inspect.signature(function).return_annotation if inspect.isfunction(function) else None
+        )
         if typing.get_origin(returns) is tuple and typing.get_args(returns)[-1] == PLAIN.Stats:
             yield name, function
 
 
 def variants(function):
-    """One signature for each word that a hyper-parameter may be, and for each type that a tensor may have."""
+    """One signature for each word that a hyper-parameter may be, and for each type that a tensor
+    may have.
+    """
     signature = inspect.signature(function)
     choices = []
     for parameter in signature.parameters.values():
@@ -83,7 +95,9 @@ def variants(function):
         if typing.get_origin(kind) is typing.Literal:
             choices.append([parameter.replace(annotation=word) for word in typing.get_args(kind)])
         elif isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-            choices.append([parameter.replace(annotation=member) for member in typing.get_args(kind)])
+            choices.append(
+                [parameter.replace(annotation=member) for member in typing.get_args(kind)]
+            )
         else:
             choices.append([parameter])
     return [list(parameters) for parameters in itertools.product(*choices)]
@@ -119,7 +133,9 @@ def tensor(kind, seed):
 
 
 def arguments(parameters, *, value=0.25, seed=0):
-    """Positional and keyword arguments; every number that is a hyper-parameter has the same value."""
+    """Positional and keyword arguments; every number that is a hyper-parameter has the same
+    value.
+    """
     positional, keyword = [], {}
     for i, parameter in enumerate(parameters):
         kind = parameter.annotation
@@ -155,10 +171,17 @@ def test_an_entry_is_computed_from_its_own_inputs_alone_unless_said_otherwise(na
 
 def run(function, positional, keyword):
     """Loss, stats and the gradient of every tensor that can have one."""
-    inputs = [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in positional]
+    inputs = [
+        x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for x in positional
+    ]
     loss, stats = function(*inputs, **keyword)
     (loss * torch.linspace(1, 2, UNITS, dtype=loss.dtype)).sum().backward()
-    return loss.detach(), stats, [x.grad for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
+    return (
+        loss.detach(),
+        stats,
+        [x.grad for x in inputs if isinstance(x, Tensor) and x.is_floating_point()],
+    )
 
 
 @pytest.mark.parametrize(("name", "parameters"), ELEMENTWISE)
@@ -168,7 +191,10 @@ def test_one_graph_gives_the_values_and_gradients_of_eager(name, parameters):
     positional, keyword = arguments(parameters)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(
-        run(compiled, positional, keyword), run(function, positional, keyword), rtol=1e-12, atol=1e-14
+        run(compiled, positional, keyword),
+        run(function, positional, keyword),
+        rtol=1e-12,
+        atol=1e-14,
     )
 
 
@@ -201,7 +227,8 @@ def test_another_value_of_a_hyper_parameter_is_not_another_graph(name, parameter
 
 
 # Inductor is torch's; whether a function gets one graph is tested above.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # inductor's imports
+# inductor's imports
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("loss", [slow(preference_loss), exhaustive(policy_loss)])
 def test_a_whole_loss_compiles_with_the_default_backend(loss):
     torch.compiler.reset()

@@ -10,11 +10,15 @@ from tiny import make_examples, make_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-lightning = pytest.importorskip("lightning.pytorch", reason="embedding in Lightning is tested where it is installed")
+lightning = pytest.importorskip(
+    "lightning.pytorch", reason="embedding in Lightning is tested where it is installed"
+)
 
 
 class Preference(lightning.LightningModule):
-    """simpo + 0.1 nll from one forward pass; a batch has the chosen answers first, then the rejected ones."""
+    """simpo + 0.1 nll from one forward pass; a batch has the chosen answers first, then the
+    rejected ones.
+    """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -22,7 +26,9 @@ class Preference(lightning.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
         tokens, answer = batch["input_ids"][:, 1:], batch["answer"][:, 1:]
-        hidden = self.model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state[:, :-1]
+        hidden = self.model.model(batch["input_ids"], batch["attention_mask"]).last_hidden_state[
+            :, :-1
+        ]
         logprob = linear_logprob(hidden[answer], self.model.lm_head.weight, tokens[answer]).logprob
         row, rows = answer.nonzero()[:, 0], len(answer)
         preference, stats = simpo(*sequence_mean(logprob, row, rows).chunk(2), beta=2.0, gamma=0.5)
@@ -39,9 +45,13 @@ class Preference(lightning.LightningModule):
 # What the example claims.
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # torch's, for what Lightning calls
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),  # its advice for data that is slow to load
-    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval"),
+    # torch's, for what Lightning calls
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    # its advice for data that is slow to load
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings(
+        "ignore:The number of training batches .* is smaller than the logging interval"
+    ),
 ]
 
 
@@ -86,7 +96,12 @@ def fit():
 def textbook(model, batch):
     """The same loss from padded logits."""
     tokens, answer = batch["input_ids"][:, 1:, None], batch["answer"][:, 1:]
-    logprob = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1].log_softmax(-1).gather(-1, tokens)
+    logprob = (
+        model(batch["input_ids"], batch["attention_mask"])
+        .logits[:, :-1]
+        .log_softmax(-1)
+        .gather(-1, tokens)
+    )
     logprob = logprob[..., 0] * answer
     means, chosen = logprob.sum(1) / answer.sum(1), len(answer) // 2
     margin = 2.0 * (means[:chosen] - means[chosen:]) - 0.5

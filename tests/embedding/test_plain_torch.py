@@ -1,4 +1,6 @@
-"""A plain torch loop: a model of one's own, padded tensors, and from burnish nothing but functions."""
+"""A plain torch loop: a model of one's own, padded tensors, and from burnish nothing but
+functions.
+"""
 
 import copy
 
@@ -22,25 +24,37 @@ class Recurrent(torch.nn.Module):
 
 
 def answer_logprobs(model: Recurrent, tokens: Tensor, mask: Tensor) -> Tensor:
-    """Log-probabilities of the tokens under the mask, both [rows, length]: flat, row by row, without logits."""
+    """Log-probabilities of the tokens under the mask, both [rows, length]: flat, row by row,
+    without logits.
+    """
     here = mask[:, 1:]
     hidden = model(tokens)[:, :-1][here]
-    return linear_logprob(hidden, Head(model.head.weight, model.head.bias), tokens[:, 1:][here]).logprob
+    return linear_logprob(
+        hidden, Head(model.head.weight, model.head.bias), tokens[:, 1:][here]
+    ).logprob
 
 
 def grpo_loss(
     model: Recurrent, tokens: Tensor, mask: Tensor, old_logprob: Tensor, advantage: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Tokens, mask and old log-probabilities are [rows, length], the advantage is one number per row."""
+    """Tokens, mask and old log-probabilities are [rows, length], the advantage is one number per
+    row.
+    """
     per_token = {"advantage": advantage[:, None], "length": mask.sum(1, keepdim=True)}
     per_token = {name: x.expand_as(mask)[mask] for name, x in per_token.items()}
     logprob = answer_logprobs(model, tokens, mask)
-    loss, stats = clipped_surrogate(logprob, old_logprob[mask], per_token["advantage"], clip_high=0.28)
+    loss, stats = clipped_surrogate(
+        logprob, old_logprob[mask], per_token["advantage"], clip_high=0.28
+    )
     return (loss / per_token["length"]).sum() / len(tokens), stats
 
 
-def dpo_loss(model: Recurrent, reference: Recurrent, tokens: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The first half of the rows are the chosen answers, the second half the rejected ones, in the same order."""
+def dpo_loss(
+    model: Recurrent, reference: Recurrent, tokens: Tensor, mask: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The first half of the rows are the chosen answers, the second half the rejected ones, in the
+    same order.
+    """
     row = mask.nonzero()[:, 0]
     now = sequence_sum(answer_logprobs(model, tokens, mask), row, len(tokens))
     with torch.no_grad():
@@ -65,7 +79,9 @@ ROWS, LENGTH, VOCABULARY = 6, 11, 23
 
 
 def model_and_rows(seed=0):
-    """A model, tokens, and a mask of answers that begin and end anywhere; padding is whatever tokens there are."""
+    """A model, tokens, and a mask of answers that begin and end anywhere; padding is whatever
+    tokens there are.
+    """
     torch.manual_seed(seed)
     model = Recurrent(VOCABULARY, 16).double()
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH))
@@ -86,14 +102,18 @@ def gradients(loss, model):
 
 def test_grpo_equals_its_equation_on_padded_tensors():
     model, tokens, mask = model_and_rows()
-    old = padded_logprobs(model, tokens).detach() + 0.3 * torch.randn(ROWS, LENGTH, dtype=torch.float64)
+    old = padded_logprobs(model, tokens).detach() + 0.3 * torch.randn(
+        ROWS, LENGTH, dtype=torch.float64
+    )
     advantage = torch.randn(ROWS, dtype=torch.float64)
     ratio, a = (padded_logprobs(model, tokens) - old).exp(), advantage[:, None]
     surrogate = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
     expected = ((surrogate * mask).sum(1) / mask.sum(1)).mean()
     loss, stats = grpo_loss(model, tokens, mask, old, advantage)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradients(loss, model), gradients(expected, model), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        gradients(loss, model), gradients(expected, model), rtol=1e-10, atol=1e-14
+    )
     assert 0 < stats["clip_ratio/region"].mean() < 1  # the clip is not idle
 
 
@@ -102,8 +122,13 @@ def test_more_padding_changes_nothing():
     old = padded_logprobs(model, tokens).detach()
     advantage = torch.randn(ROWS, dtype=torch.float64)
     expected = grpo_loss(model, tokens, mask, old, advantage)[0]
-    longer = [torch.nn.functional.pad(x, (0, 5), value=fill) for x, fill in ((tokens, 7), (mask, False), (old, -9.0))]
-    torch.testing.assert_close(grpo_loss(model, *longer, advantage)[0], expected, rtol=1e-12, atol=0)
+    longer = [
+        torch.nn.functional.pad(x, (0, 5), value=fill)
+        for x, fill in ((tokens, 7), (mask, False), (old, -9.0))
+    ]
+    torch.testing.assert_close(
+        grpo_loss(model, *longer, advantage)[0], expected, rtol=1e-12, atol=0
+    )
 
 
 def test_grpo_makes_good_answers_likelier_and_bad_ones_less_likely():
@@ -127,4 +152,6 @@ def test_dpo_starts_at_log_2_and_tells_the_answers_apart():
     scores = ((padded_logprobs(model, tokens) - padded_logprobs(reference, tokens)) * mask).sum(1)
     margin = 0.1 * (scores[: ROWS // 2] - scores[ROWS // 2 :])
     expected = -torch.nn.functional.logsigmoid(margin).mean()
-    torch.testing.assert_close(dpo_loss(model, reference, tokens, mask)[0], expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        dpo_loss(model, reference, tokens, mask)[0], expected, rtol=1e-12, atol=0
+    )

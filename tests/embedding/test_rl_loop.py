@@ -1,4 +1,6 @@
-"""Reinforcement learning from Python, without a recipe: its loop, and the same numbers as the recipe's."""
+"""Reinforcement learning from Python, without a recipe: its loop, and the same numbers as the
+recipe's.
+"""
 
 import json
 
@@ -55,16 +57,22 @@ def test_the_loop_gives_the_numbers_of_the_recipe(directory, dtype, tmp_path, mo
     )
     open_grpo(config).train()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    ]
     assert [s["tokens"] for s in samples] == [s.tokens for step in metrics for s in step["samples"]]
     assert [line["reward"] for line in lines] == [step["reward"] for step in metrics]
     assert [line["loss"] for line in lines] == [step["loss"] for step in metrics]
     assert [line["grad_norm"] for line in lines] == [step["grad_norm"] for step in metrics]
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").state_dict()
-    assert all(torch.equal(weight, trained[name]) for name, weight in policy.plain.state_dict().items())
+    assert all(
+        torch.equal(weight, trained[name]) for name, weight in policy.plain.state_dict().items()
+    )
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["its address alone", "with what is known of it"])
+@pytest.mark.parametrize(
+    "alone", [True, False], ids=["its address alone", "with what is known of it"]
+)
 def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path, alone):
     fake = Fake(AutoTokenizer.from_pretrained(directory))
     fake.root, fake.config["model_config"]["max_model_len"] = str(directory), 256
@@ -79,9 +87,15 @@ def test_a_server_takes_the_place_of_the_policys_own_source(directory, tmp_path,
         metrics, _ = train(directory, server)
     finally:
         fake.close()
-    published = [body["weight_version"].split("@")[0] for path, body in fake.calls if path == "/finish_weight_update"]
+    published = [
+        body["weight_version"].split("@")[0]
+        for path, body in fake.calls
+        if path == "/finish_weight_update"
+    ]
     assert published == ["0", "1", "2"]
-    assert [sample.task for step in metrics for sample in step["samples"]][::COMPLETIONS] == list(range(12))
+    assert [sample.task for step in metrics for sample in step["samples"]][::COMPLETIONS] == list(
+        range(12)
+    )
     assert all(step["skipped"] == 0 < step["grad_norm"] for step in metrics)
 
 
@@ -95,7 +109,15 @@ def test_two_ranks_take_the_steps_of_one(directory, looped):
 def test_what_must_not_be_trained_on_is_masked():
     def sample(index, finish="stop"):
         return Sample(
-            0, index, [5], [6, 7], [True, True], [-1.0, -1.0], [VersionSpan(0, 0, 2)], finish, text=str(index)
+            0,
+            index,
+            [5],
+            [6, 7],
+            [True, True],
+            [-1.0, -1.0],
+            [VersionSpan(0, 0, 2)],
+            finish,
+            text=str(index),
         )
 
     def fails_at_one(completion):
@@ -110,4 +132,6 @@ def test_what_must_not_be_trained_on_is_masked():
     assert rollout.sequence.tolist() == [0, 0, 3, 3]
     (batch,) = rollout.micro_batches(100)
     assert batch.sequences == 2
-    assert batch.columns["advantage"].tolist() == pytest.approx([-0.7071] * 2 + [0.7071] * 2, abs=1e-4)
+    assert batch.columns["advantage"].tolist() == pytest.approx(
+        [-0.7071] * 2 + [0.7071] * 2, abs=1e-4
+    )

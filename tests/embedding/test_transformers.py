@@ -1,4 +1,6 @@
-"""Inside ``transformers.Trainer``: its data, optimizer, accumulation and logs; our loss, with or without logits."""
+"""Inside ``transformers.Trainer``: its data, optimizer, accumulation and logs; our loss, with or
+without logits.
+"""
 
 from typing import Any
 
@@ -14,8 +16,9 @@ from transformers import Trainer, TrainingArguments
 class WithoutLogits(Trainer):
     """Label-smoothed likelihood straight from hidden states.
 
-    The whole model is called, so that DDP sees the pass. Where weights are sharded (FSDP, ZeRO-3) the head has to run
-    inside the model's forward too: wrap both in a module, as `burnish.loops.Policy` does.
+    The whole model is called, so that DDP sees the pass. Where weights are sharded (FSDP, ZeRO-3)
+    the head has to run inside the model's forward too: wrap both in a module, as
+    `burnish.loops.Policy` does.
     """
 
     label_smoothing = 0.0
@@ -28,9 +31,14 @@ class WithoutLogits(Trainer):
             **inputs, output_hidden_states=True, logits_to_keep=labels.new_empty(0)
         )  # logits of no position
         trained = labels != -100
-        hidden, head = outputs.hidden_states[-1][:, :-1][trained], self.accelerator.unwrap_model(model).lm_head
+        hidden, head = (
+            outputs.hidden_states[-1][:, :-1][trained],
+            self.accelerator.unwrap_model(model).lm_head,
+        )
         logprobs = linear_logprob(hidden, head.weight, labels[trained], outputs=("mean_logprob",))
-        loss, _ = label_smoothed_nll(logprobs.logprob, logprobs.mean_logprob, label_smoothing=self.label_smoothing)
+        loss, _ = label_smoothed_nll(
+            logprobs.logprob, logprobs.mean_logprob, label_smoothing=self.label_smoothing
+        )
         if num_items_in_batch is None:  # evaluation
             loss = loss.mean()
         else:  # counted over ranks and accumulated batches; DDP averages over the ranks again
@@ -129,6 +137,8 @@ def test_a_loss_function_reads_the_logits_and_trains(tmp_path):
     own = torch.nn.functional.cross_entropy(logits.mT, labels)
     penalty = 1e-2 * logits.logsumexp(-1).square()[labels != -100].mean()
     trainer = train(Trainer, tmp_path, model=model, compute_loss_func=nll_with_z_loss)
-    got = nll_with_z_loss(make_model("llama")(batch["input_ids"], batch["attention_mask"]), batch["labels"])
+    got = nll_with_z_loss(
+        make_model("llama")(batch["input_ids"], batch["attention_mask"]), batch["labels"]
+    )
     torch.testing.assert_close(got, own + penalty, rtol=1e-6, atol=0, check_dtype=False)
     assert losses(trainer)[-1] < losses(trainer)[0] - 0.3

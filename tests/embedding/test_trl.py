@@ -1,4 +1,6 @@
-"""Inside TRL's trainers, by ``compute_loss``: their data, reference, generation and logs; our log-probs and losses."""
+"""Inside TRL's trainers, by ``compute_loss``: their data, reference, generation and logs; our
+log-probs and losses.
+"""
 
 from typing import Any
 
@@ -13,8 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 
-def answer_logprobs(model: Any, head: torch.nn.Linear, tokens: Tensor, attention_mask: Tensor, mask: Tensor) -> Tensor:
-    """Log-probabilities of the tokens under the mask, both [rows, length]: flat, row by row, without logits."""
+def answer_logprobs(
+    model: Any, head: torch.nn.Linear, tokens: Tensor, attention_mask: Tensor, mask: Tensor
+) -> Tensor:
+    """Log-probabilities of the tokens under the mask, both [rows, length]: flat, row by row,
+    without logits.
+    """
     outputs = model(
         input_ids=tokens,
         attention_mask=attention_mask,
@@ -23,7 +29,9 @@ def answer_logprobs(model: Any, head: torch.nn.Linear, tokens: Tensor, attention
         logits_to_keep=tokens.new_empty(0),  # logits of no position
     )
     here = mask[:, 1:].bool()
-    return linear_logprob(outputs.hidden_states[-1][:, :-1][here], head.weight, tokens[:, 1:][here]).logprob
+    return linear_logprob(
+        outputs.hidden_states[-1][:, :-1][here], head.weight, tokens[:, 1:][here]
+    ).logprob
 
 
 class DynamicFineTuning(SFTTrainer):
@@ -32,7 +40,9 @@ class DynamicFineTuning(SFTTrainer):
     ) -> Any:
         trained = inputs["labels"] != -100
         head = self.accelerator.unwrap_model(model).lm_head
-        logprob = answer_logprobs(model, head, inputs["input_ids"], inputs["attention_mask"], trained)
+        logprob = answer_logprobs(
+            model, head, inputs["input_ids"], inputs["attention_mask"], trained
+        )
         loss, _ = dft(logprob)
         if num_items_in_batch is None:  # evaluation
             return loss.mean()
@@ -54,7 +64,9 @@ class Mix(DPOTrainer):
         return preference.mean() + 0.2 * likelihood.mean()
 
     def logprobs(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Policy and reference per token, and its row; the first half of the rows are the chosen answers."""
+        """Policy and reference per token, and its row; the first half of the rows are the chosen
+        answers.
+        """
         batch = inputs["input_ids"], inputs["attention_mask"], inputs["completion_mask"]
         logprob = answer_logprobs(model, self.accelerator.unwrap_model(model).lm_head, *batch)
         with torch.no_grad():
@@ -85,18 +97,25 @@ class Surrogate(GRPOTrainer):
         tokens = torch.cat([prompt, completion], 1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         mask = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), sampled], 1)
-        logprob = answer_logprobs(model, self.accelerator.unwrap_model(model).lm_head, tokens, attention_mask, mask)
+        logprob = answer_logprobs(
+            model, self.accelerator.unwrap_model(model).lm_head, tokens, attention_mask, mask
+        )
         old = inputs.get("old_per_token_logps")
         old = logprob.detach() if old is None else old[sampled]
         row, rows = sampled.nonzero()[:, 0], len(sampled)
-        loss, _ = clipped_surrogate(logprob, old, inputs["advantages"][row], clip_low=0.2, clip_high=0.28)
+        loss, _ = clipped_surrogate(
+            logprob, old, inputs["advantages"][row], clip_low=0.2, clip_high=0.28
+        )
         return sequence_mean(loss, row, rows).mean() / self.current_gradient_accumulation_steps
 
 
 # What the examples claim.
 
-# The old name of a setting that TRL turns on, still the only one in some of the versions we support.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
+# The old name of a setting that TRL turns on, still the only one in some of the versions we
+# support.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`gradient_checkpointing` is deprecated:FutureWarning"
+)
 QUIET = {
     "per_device_train_batch_size": 4,
     "learning_rate": 3e-3,
@@ -142,7 +161,9 @@ def assert_same_losses(ours, theirs):
 
 def test_dft_in_the_sft_trainer_equals_its_own(saved, tmp_path):
     rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
-    arguments = SFTConfig(tmp_path, max_steps=6, gradient_accumulation_steps=2, loss_type="dft", **QUIET)
+    arguments = SFTConfig(
+        tmp_path, max_steps=6, gradient_accumulation_steps=2, loss_type="dft", **QUIET
+    )
     ours = train(DynamicFineTuning, arguments, saved, rows)
     assert_same_losses(ours, train(SFTTrainer, arguments, saved, rows))
 
@@ -153,13 +174,17 @@ def test_a_mix_in_the_dpo_trainer_equals_its_own_and_tells_the_answers_apart(sav
     ours, theirs = train(Mix, arguments, saved, PAIRS), train(DPOTrainer, arguments, saved, PAIRS)
     assert_same_losses(ours, theirs)
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-        assert [line[name] for line in ours] == pytest.approx([line[name] for line in theirs], rel=1e-4, abs=1e-5)
+        assert [line[name] for line in ours] == pytest.approx(
+            [line[name] for line in theirs], rel=1e-4, abs=1e-5
+        )
     assert ours[-1]["rewards/accuracies"] > ours[0]["rewards/accuracies"] == 0
 
 
 def test_ipo_per_token_in_the_dpo_trainer_equals_its_own(saved, tmp_path):
     arguments = DPOConfig(tmp_path, max_steps=6, beta=0.5, loss_type="ipo", **QUIET)
-    assert_same_losses(train(Identity, arguments, saved, PAIRS), train(DPOTrainer, arguments, saved, PAIRS))
+    assert_same_losses(
+        train(Identity, arguments, saved, PAIRS), train(DPOTrainer, arguments, saved, PAIRS)
+    )
 
 
 def digits(completions, **columns):
@@ -170,7 +195,12 @@ def digits(completions, **columns):
 
 def test_the_surrogate_in_the_grpo_trainer_equals_its_own(saved, tmp_path):
     # With its usual epsilon, Adam makes whole steps of gradients that are nothing but rounding.
-    setting = {**QUIET, "learning_rate": 1e-2, "per_device_train_batch_size": 8, "adam_epsilon": 1e-6}
+    setting = {
+        **QUIET,
+        "learning_rate": 1e-2,
+        "per_device_train_batch_size": 8,
+        "adam_epsilon": 1e-6,
+    }
     arguments = GRPOConfig(
         tmp_path,
         max_steps=6,

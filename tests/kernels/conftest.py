@@ -14,7 +14,9 @@ from packaging.version import Version
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    """``torch.empty`` is full of NaN, so that nothing which is read before it is written goes unnoticed."""
+    """``torch.empty`` is full of NaN, so that nothing which is read before it is written goes
+    unnoticed.
+    """
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -23,7 +25,9 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_rounding_in_a_fused_multiply_add() -> None:
-    """As on every GPU, and in Triton's own interpreter from 3.9 on: before, it rounds the product as well."""
+    """As on every GPU, and in Triton's own interpreter from 3.9 on: before, it rounds the product
+    as well.
+    """
     if importlib.util.find_spec("triton") is None or Version(version("triton")) >= Version("3.9"):
         return
     from triton.runtime import interpreter
@@ -37,7 +41,9 @@ def one_rounding_in_a_fused_multiply_add() -> None:
 
 @pytest.fixture(params=[0, 20_000], ids=["all_recomputed", "some_kept"])
 def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles in both directions, the last ones ragged, at sizes where float64 references are cheap."""
+    """Several tiles in both directions, the last ones ragged, at sizes where float64 references are
+    cheap.
+    """
     monkeypatch.setattr(passes, "ROWS", 24)
     monkeypatch.setattr(passes, "COLUMNS", 32)
     monkeypatch.setattr(passes, "KEEP", request.param)
@@ -45,7 +51,9 @@ def small_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def columns_kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many columns of a head's logits each forward leaves for another pass, filled while the test runs."""
+    """How many columns of a head's logits each forward leaves for another pass, filled while the
+    test runs.
+    """
     allocate = passes.allocate_kept
     columns: list[int] = []
 
@@ -60,7 +68,9 @@ def columns_kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture(autouse=True, scope="session")
 def bfloat16_in_the_interpreter() -> None:
-    """Numbers in bfloat16 as on a GPU: Triton's own interpreter truncates them, and multiplies their bits."""
+    """Numbers in bfloat16 as on a GPU: Triton's own interpreter truncates them, and multiplies
+    their bits.
+    """
     if importlib.util.find_spec("triton") is None:
         return
     import triton.language as tl

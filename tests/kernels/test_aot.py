@@ -1,4 +1,6 @@
-"""Every Triton kernel is compiled for GPUs that are not here, and costs no more than was committed."""
+"""Every Triton kernel is compiled for GPUs that are not here, and costs no more than was
+committed.
+"""
 
 import json
 import os
@@ -13,10 +15,12 @@ pytest.importorskip("triton", reason="needs triton")
 
 TOOL = Path(__file__).parents[1] / "support" / "tools" / "aot.py"
 CASE = "sm_90 forward bf16 plain"
-PLAIN = "sm_90 ((forward|fold|backward) bf16|divergence (fold|backward reverse KL)) plain"  # one of most kernels
+# one of most kernels
+PLAIN = "sm_90 ((forward|fold|backward) bf16|divergence (fold|backward reverse KL)) plain"
 OTHERS = ["sm_80", "sm_100", "gfx942"]
 FULL = "(forward bf16 plain|.* everything)"  # tensor cores, and all that the plain ones do and more
-# Runs it with each list of options in one interpreter; prints, for each, its exit status and its output as JSON.
+# Runs it with each list of options in one interpreter; prints, for each, its exit status and its
+# output as JSON.
 SEVERAL = """
 import contextlib, io, json, sys
 sys.path.insert(0, sys.argv[1])
@@ -66,9 +70,13 @@ def test_every_kernel_is_within_its_budget(cache: Path, cases: str) -> None:
 
 @pytest.mark.slow
 def test_what_is_over_the_budget_is_red(cache: Path, tmp_path: Path) -> None:
-    """One register less, then no figure at all, then those of another triton, which say nothing and are kept."""
+    """One register less, then no figure at all, then those of another triton, which say nothing and
+    are kept.
+    """
     compare = ["--only", CASE, "--budget"]
-    files = measured, less, none, other = [tmp_path / f"{name}.json" for name in ("measured", "less", "none", "other")]
+    files = measured, less, none, other = [
+        tmp_path / f"{name}.json" for name in ("measured", "less", "none", "other")
+    ]
     ((status, _),) = run(cache, [*compare, str(measured), "--update"])
     ((version, figures),) = json.loads(measured.read_text()).items()
     fewer = figures[CASE] | {"registers": figures[CASE]["registers"] - 1}
@@ -82,5 +90,7 @@ def test_what_is_over_the_budget_is_red(cache: Path, tmp_path: Path) -> None:
     numbers = f"registers are {figures[CASE]['registers']}, the budget is {fewer['registers']}"
     assert f"{CASE}: {numbers}; if worth it, run with --update" in over
     assert f"{CASE}: has no budget; run with --update" in unknown
-    assert any(f"There is no budget for triton {version}, only for 0" in line for line in of_another)
+    assert any(
+        f"There is no budget for triton {version}, only for 0" in line for line in of_another
+    )
     assert json.loads(other.read_text()) == {"0": {CASE: fewer}, version: figures}

@@ -1,4 +1,6 @@
-"""What backward leaves out and where it adds: rows without a gradient, a budget of logits, a main gradient."""
+"""What backward leaves out and where it adds: rows without a gradient, a budget of logits, a main
+gradient.
+"""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -32,7 +34,9 @@ def gradients(case: dict[str, Any], alive: Tensor, **options: Any) -> dict[str, 
 def test_rows_without_a_gradient_change_nothing(case: str, share: float) -> None:
     n = len(CASES[case]["hidden"])
     alive = torch.randperm(n, generator=torch.Generator().manual_seed(4)) < share * n
-    ours, exact = (gradients(CASES[case], alive, backend=backend) for backend in ("torch", "reference"))
+    ours, exact = (
+        gradients(CASES[case], alive, backend=backend) for backend in ("torch", "reference")
+    )
     assert (ours["hidden"][~alive] == 0).all()
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=1e-12, atol=1e-11)
@@ -42,7 +46,9 @@ def test_rows_without_a_gradient_change_nothing(case: str, share: float) -> None
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_where_no_gradient_arrives_the_weight_gets_zeros(dtype: torch.dtype, rows: int) -> None:
     """Sums of another dtype than the weight's were written into it without a product."""
-    hidden, weight, bias = (torch.randn(shape, dtype=dtype) for shape in ((rows, 8), (63, 8), (63,)))
+    hidden, weight, bias = (
+        torch.randn(shape, dtype=dtype) for shape in ((rows, 8), (63, 8), (63,))
+    )
     leaves = [each.requires_grad_() for each in (hidden, weight, bias)]
     found = linear_logprob(hidden, Head(weight, bias), torch.zeros(rows, dtype=torch.int64))
     assert all((each == 0).all() for each in torch.autograd.grad((0 * found.logprob).sum(), leaves))
@@ -72,11 +78,15 @@ def test_a_nan_that_arrives_is_not_taken_for_nothing() -> None:
     assert gradients(CASES["plain"], alive)["hidden"][7].isnan().any()
 
 
-def forward_and_backward(case: dict[str, Any], **options: Any) -> tuple[dict[str, Tensor], Counter[str]]:
+def forward_and_backward(
+    case: dict[str, Any], **options: Any
+) -> tuple[dict[str, Tensor], Counter[str]]:
     leaf = in_dtype(case, torch.float32)
     with profile(activities=[ProfilerActivity.CPU]) as record:
         logprobs(leaf, **options).logprob.sum().backward()
-    return {n: t.grad for n, t in leaves(leaf).items()}, Counter(event.name for event in record.events())
+    return {n: t.grad for n, t in leaves(leaf).items()}, Counter(
+        event.name for event in record.events()
+    )
 
 
 def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +105,9 @@ def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_span_that_fits_is_kept_the_last_one_too() -> None:
-    """Two spans of a head of Llama 3 70B on 8 ranks: 250 MiB of logits, of which half used to be computed again."""
+    """Two spans of a head of Llama 3 70B on 8 ranks: 250 MiB of logits, of which half used to be
+    computed again.
+    """
     with FakeTensorMode():
         hidden = torch.empty(8192, 8, dtype=torch.bfloat16)
         for keep_bytes, columns in (
@@ -106,14 +118,21 @@ def test_every_span_that_fits_is_kept_the_last_one_too() -> None:
         ):
             kept = passes.allocate_kept(hidden, 16032, 8192, torch.bfloat16, keep_bytes, 0)
             assert kept.nbytes == 2 * 8192 * columns, keep_bytes
-        assert passes.allocate_kept(hidden[:0], 16032, 8192, torch.bfloat16, 2**30, 0).shape == (16032, 0)
+        assert passes.allocate_kept(hidden[:0], 16032, 8192, torch.bfloat16, 2**30, 0).shape == (
+            16032,
+            0,
+        )
 
 
-@pytest.mark.parametrize(("memory", "kept"), [(2**34, 2**29), (2**40, 2**32)], ids=["16 GiB", "1 TiB"])
+@pytest.mark.parametrize(
+    ("memory", "kept"), [(2**34, 2**29), (2**40, 2**32)], ids=["16 GiB", "1 TiB"]
+)
 def test_by_default_a_gpu_keeps_a_thirty_second_of_its_memory_and_at_most_4_gib(
     memory: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory)
+    )
     with FakeTensorMode():
         hidden = torch.empty(1024, 8, dtype=torch.bfloat16, device="cuda")
         assert passes.allocate_kept(hidden, 2**24, 256, torch.bfloat16, None, 0).nbytes == kept

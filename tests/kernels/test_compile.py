@@ -1,4 +1,6 @@
-"""The operators inside the machinery of torch: compiled with any number of tokens, checkpointed, under autocast."""
+"""The operators inside the machinery of torch: compiled with any number of tokens, checkpointed,
+under autocast.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +29,9 @@ def logprob(hidden, weight, bias, down, up, temperature, target):
 
 def more_logprobs(hidden, weight, bias, down, up, temperature, target):
     outputs = ("mean_logprob", "log_sum_squares", "top1", "rank")
-    return linear_logprob(hidden, Head(weight, bias), target, temperature=0.8, outputs=outputs, top_k=3, vocab=V - 2)
+    return linear_logprob(
+        hidden, Head(weight, bias), target, temperature=0.8, outputs=outputs, top_k=3, vocab=V - 2
+    )
 
 
 def gathered(hidden, weight, bias, down, up, temperature, target):
@@ -42,8 +46,13 @@ def from_logits(hidden, weight, bias, down, up, temperature, target):
 
 def divergence(beta: float) -> Callable[..., Tensor]:
     def compute(hidden, weight, bias, down, up, temperature, target):
-        student, teacher = Head(weight, bias, softcap=4.0, adapter=(down, up, 0.7)), Head(weight.detach() * 0.5)
-        return linear_divergence(hidden, student, hidden.detach().flip(1), teacher, beta=beta, temperature=0.9)
+        student, teacher = (
+            Head(weight, bias, softcap=4.0, adapter=(down, up, 0.7)),
+            Head(weight.detach() * 0.5),
+        )
+        return linear_divergence(
+            hidden, student, hidden.detach().flip(1), teacher, beta=beta, temperature=0.9
+        )
 
     return compute
 
@@ -65,7 +74,12 @@ def inputs(tokens: int) -> dict[str, Tensor]:
     def leaf(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=random) * scale).requires_grad_()
 
-    floats = {"hidden": leaf(tokens, D), "weight": leaf(V, D, scale=0.9), "bias": leaf(V), "down": leaf(R, D)}
+    floats = {
+        "hidden": leaf(tokens, D),
+        "weight": leaf(V, D, scale=0.9),
+        "bias": leaf(V),
+        "down": leaf(R, D),
+    }
     temperature = torch.rand(tokens, generator=random).add_(0.5).requires_grad_()
     target = torch.randint(V - 2, (tokens,), generator=random)
     return {**floats, "up": leaf(V, R), "temperature": temperature, "target": target}
@@ -74,9 +88,16 @@ def inputs(tokens: int) -> dict[str, Tensor]:
 def measure(function: Callable[..., Any], given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Every output, and the gradient of every input for fixed random upstream gradients."""
     result = function(**given)
-    outputs = {f"output {i}": value for i, value in enumerate(tree_leaves(result)) if value is not None}
-    random, trained = torch.Generator().manual_seed(1), [value for value in outputs.values() if value.requires_grad]
-    torch.autograd.backward(trained, [torch.randn(value.shape, generator=random) for value in trained])
+    outputs = {
+        f"output {i}": value for i, value in enumerate(tree_leaves(result)) if value is not None
+    }
+    random, trained = (
+        torch.Generator().manual_seed(1),
+        [value for value in outputs.values() if value.requires_grad],
+    )
+    torch.autograd.backward(
+        trained, [torch.randn(value.shape, generator=random) for value in trained]
+    )
     grads = {f"gradient of {name}": t.grad for name, t in given.items() if t.grad is not None}
     return {name: value.detach() for name, value in (outputs | grads).items()}
 
@@ -107,7 +128,9 @@ class Operators(TorchDispatchMode):
 
 
 @each_function
-def test_every_number_of_tokens_is_served_by_one_graph_with_the_bits_of_eager(function: Callable[..., Any]) -> None:
+def test_every_number_of_tokens_is_served_by_one_graph_with_the_bits_of_eager(
+    function: Callable[..., Any],
+) -> None:
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, backend=counter)
@@ -118,7 +141,9 @@ def test_every_number_of_tokens_is_served_by_one_graph_with_the_bits_of_eager(fu
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_function
-def test_a_checkpoint_computes_twice_and_changes_no_bit(function: Callable[..., Any], reentrant: bool) -> None:
+def test_a_checkpoint_computes_twice_and_changes_no_bit(
+    function: Callable[..., Any], reentrant: bool
+) -> None:
     def checkpointed(**given: Tensor) -> Any:
         return checkpoint(lambda *values: function(**dict(zip(given, values, strict=True))), *given.values(),
                           use_reentrant=reentrant)  # fmt: skip
@@ -137,8 +162,12 @@ def test_a_checkpoint_computes_twice_and_changes_no_bit(function: Callable[..., 
 @each_function
 def test_a_forward_mode_derivative_is_an_error_and_not_zero(function: Callable[..., Any]) -> None:
     given = {name: value.detach() for name, value in inputs(5).items()}
-    with pytest.raises(NotImplementedError, match=r"no forward-mode derivative.*backend='reference'"):
-        torch.func.jvp(lambda h: function(**given | {"hidden": h}), (given["hidden"],), (given["hidden"],))
+    with pytest.raises(
+        NotImplementedError, match=r"no forward-mode derivative.*backend='reference'"
+    ):
+        torch.func.jvp(
+            lambda h: function(**given | {"hidden": h}), (given["hidden"],), (given["hidden"],)
+        )
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
@@ -149,10 +178,16 @@ def test_autocast_rounds_the_same_compiled_or_not(function: Callable[..., Any]) 
             return function(**given)
 
     found = measure(cast, inputs(40))
-    assert_equal(measure(torch.compile(cast, fullgraph=True, backend="aot_eager"), inputs(40)), found)
+    assert_equal(
+        measure(torch.compile(cast, fullgraph=True, backend="aot_eager"), inputs(40)), found
+    )
     plain = measure(function, inputs(40))
     of_logits = function is from_logits  # logits are what they are
-    outputs = [name for name, value in found.items() if name.startswith("output") and value.is_floating_point()]
+    outputs = [
+        name
+        for name, value in found.items()
+        if name.startswith("output") and value.is_floating_point()
+    ]
     assert all(torch.equal(found[name], plain[name]) == of_logits for name in outputs)
 
 
@@ -162,7 +197,9 @@ def test_opcheck_of_every_operator_that_is_called(function: Callable[..., Any]) 
     with Operators() as seen:
         measure(function, inputs(13))
     forward, backward = seen.calls
-    trained = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), forward[1])
+    trained = tree_map_only(
+        Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), forward[1]
+    )
     torch.library.opcheck(forward[0], trained)
     torch.library.opcheck(backward[0], tree_map_only(Tensor, torch.detach, backward[1]))
 
@@ -182,7 +219,9 @@ def test_opcheck_where_a_factor_is_frozen(frozen: str) -> None:
 def test_opcheck_of_a_main_gradient() -> None:
     given = inputs(13)
     with Operators() as seen:
-        result = linear_logprob(given["hidden"], given["weight"], given["target"], main_grad=torch.zeros(V, D))
+        result = linear_logprob(
+            given["hidden"], given["weight"], given["target"], main_grad=torch.zeros(V, D)
+        )
         result.logprob.sum().backward()
     operator, arguments = seen.calls[1]
     torch.library.opcheck(operator, tree_map_only(Tensor, torch.detach, arguments))

@@ -1,4 +1,6 @@
-"""``linear_divergence``: backend "torch" against the definition, and the definition against the equations."""
+"""``linear_divergence``: backend "torch" against the definition, and the definition against the
+equations.
+"""
 
 import math
 from typing import Any
@@ -29,7 +31,9 @@ KEPT = [0, 40_000]  # bytes: all tiles are recomputed, or some are kept
 
 
 def cut(monkeypatch: pytest.MonkeyPatch, keep: int) -> None:
-    """Several tiles in both directions, the last ones ragged, at sizes where float64 references are cheap."""
+    """Several tiles in both directions, the last ones ragged, at sizes where float64 references are
+    cheap.
+    """
     monkeypatch.setattr(divergence_passes, "ROWS", 24)
     monkeypatch.setattr(divergence_passes, "COLUMNS", 32)
     monkeypatch.setattr(divergence_passes, "KEEP", keep)
@@ -49,9 +53,13 @@ def test_it_is_as_close_to_float64_as_the_reference(
 
 
 @grid(strength=2, case=CASES, beta=BETAS, keep=KEPT)
-def test_float64_agrees_to_the_last_digits(case: str, beta: float, keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float64_agrees_to_the_last_digits(
+    case: str, beta: float, keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cut(monkeypatch, keep)
-    ours, exact = (measure(in_dtype(CASES[case], torch.float64), b, beta=beta) for b in ("torch", "reference"))
+    ours, exact = (
+        measure(in_dtype(CASES[case], torch.float64), b, beta=beta) for b in ("torch", "reference")
+    )
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=1e-11, atol=1e-11)
 
@@ -80,10 +88,12 @@ def test_products_of_16_bits_are_closer_to_float64_than_the_usual_ones(
 @pytest.mark.usefixtures("small_tiles", "products_of_a_gpu")
 def test_a_mean_over_many_tokens_does_not_vanish_in_float16(beta: float) -> None:
     case = in_dtype(CASES["plain"], torch.float16)
-    case["student"] = in_dtype(case["student"], torch.float32)  # so that its gradient is not rounded to float16
+    # so that its gradient is not rounded to float16
+    case["student"] = in_dtype(case["student"], torch.float32)
     weight, upstream = case["student"].weight, arriving(63)
     large, small = (
-        torch.autograd.grad(linear_divergence(**case, beta=beta), weight, upstream * size)[0] for size in (1, 2.0**-30)
+        torch.autograd.grad(linear_divergence(**case, beta=beta), weight, upstream * size)[0]
+        for size in (1, 2.0**-30)
     )
     assert torch.equal(large, small * 2.0**30)
 
@@ -103,7 +113,10 @@ def kl(p: Tensor, q: Tensor) -> Tensor:
 @pytest.mark.usefixtures("small_tiles")
 def test_it_equals_the_equations(backend: str) -> None:
     case = CASES["everything"]
-    s, t = (probabilities(case[f"{w}_hidden"], case[w], case["temperature"], 100) for w in ("student", "teacher"))
+    s, t = (
+        probabilities(case[f"{w}_hidden"], case[w], case["temperature"], 100)
+        for w in ("student", "teacher")
+    )
     for beta in (0.1, 0.5, 0.9):
         m = beta * t + (1 - beta) * s
         expected = beta * kl(t, m) + (1 - beta) * kl(s, m)
@@ -127,7 +140,9 @@ def test_exchanging_student_and_teacher_exchanges_beta_and_its_complement(beta: 
     case = CASES["plain"]
     other = {"student_hidden": case["teacher_hidden"], "student": case["teacher"]}
     other |= {"teacher_hidden": case["student_hidden"], "teacher": case["student"]}
-    torch.testing.assert_close(linear_divergence(**case, beta=beta), linear_divergence(**other, beta=1 - beta))
+    torch.testing.assert_close(
+        linear_divergence(**case, beta=beta), linear_divergence(**other, beta=1 - beta)
+    )
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -145,7 +160,9 @@ def test_a_mixture_is_bounded_by_the_entropy_of_its_coin() -> None:
     case = opposed() | {"temperature": 0.01}
     for dtype in (torch.float64, torch.float32):
         found = measure(in_dtype(case, dtype), "torch", beta=beta)
-        torch.testing.assert_close(found["divergence"], torch.full((63,), bound).double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            found["divergence"], torch.full((63,), bound).double(), rtol=1e-6, atol=0
+        )
         assert all(value.isfinite().all() for value in found.values())
 
 
@@ -153,13 +170,21 @@ def test_a_mixture_is_bounded_by_the_entropy_of_its_coin() -> None:
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.usefixtures("small_tiles")
 def test_gradcheck(backend: str, beta: float) -> None:
-    student = normal.head(3, 35, bias=normal(35), scale=1.5, softcap=4.0, adapter=normal.lora(3, 35, rank=2))
-    case = in_dtype(problem(26, 33, student=student, temperature=normal(26).exp(), vocab=33), torch.float64)
+    student = normal.head(
+        3, 35, bias=normal(35), scale=1.5, softcap=4.0, adapter=normal.lora(3, 35, rank=2)
+    )
+    case = in_dtype(
+        problem(26, 33, student=student, temperature=normal(26).exp(), vocab=33), torch.float64
+    )
     case["student_hidden"] = normal(26, 3).requires_grad_()
 
-    def divergence(hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    def divergence(
+        hidden: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor
+    ) -> Tensor:
         head = student._replace(weight=weight, bias=bias, adapter=(down, up, 0.7))
-        return linear_divergence(**case | {"student_hidden": hidden, "student": head}, beta=beta, backend=backend)
+        return linear_divergence(
+            **case | {"student_hidden": hidden, "student": head}, beta=beta, backend=backend
+        )
 
     assert torch.autograd.gradcheck(divergence, tuple(leaves(case).values()), fast_mode=True)
 
@@ -186,8 +211,12 @@ def forbidding(span: slice) -> Tensor:
 def test_what_both_forbid_is_not_there(backend: str, beta: float) -> None:
     bias = forbidding(slice(40))  # one tile whole, part of the next
     case = biased(student=bias, teacher=bias) | {"temperature": normal(63).exp()}
-    without = case | {name: Head(case[name].weight[40:], bias[40:]) for name in ("student", "teacher")}
-    ours, expected = (measure(in_dtype(a, torch.float32), backend, beta=beta) for a in (case, without))
+    without = case | {
+        name: Head(case[name].weight[40:], bias[40:]) for name in ("student", "teacher")
+    }
+    ours, expected = (
+        measure(in_dtype(a, torch.float32), backend, beta=beta) for a in (case, without)
+    )
     for name in ("divergence", "d_hidden"):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
     for name in ("d_weight", "d_bias"):
@@ -209,7 +238,8 @@ def test_divergence_from_the_impossible_is_infinite_and_a_mixture_finite(backend
         exact = linear_divergence(**case | {"backend": "reference"}, beta=0.5)
         torch.testing.assert_close(linear_divergence(**case, beta=0.5), exact)
     assert all(
-        value.isfinite().all() for n, value in measure(in_dtype(student, torch.float32), backend, beta=0.5).items()
+        value.isfinite().all()
+        for n, value in measure(in_dtype(student, torch.float32), backend, beta=0.5).items()
     )
 
 
@@ -217,7 +247,9 @@ def test_divergence_from_the_impossible_is_infinite_and_a_mixture_finite(backend
 def test_a_capped_bias_forbids_nothing() -> None:
     case = biased(student=forbidding(slice(7)))
     case["student"] = case["student"]._replace(softcap=5.0)
-    ours, expected = (linear_divergence(**case, beta=0.0, backend=backend) for backend in ("torch", "reference"))
+    ours, expected = (
+        linear_divergence(**case, beta=0.0, backend=backend) for backend in ("torch", "reference")
+    )
     assert ours.isfinite().all()
     torch.testing.assert_close(ours, expected)
     both = biased(student=forbidding(slice(7)), teacher=forbidding(slice(7)))
@@ -229,7 +261,11 @@ def test_a_capped_bias_forbids_nothing() -> None:
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_padding_has_no_probability_and_no_gradient(backend: str, beta: float) -> None:
     case = in_dtype(CASES["padded_vocabularies"], torch.float64)
-    shorter = case | {name: Head(case[name].weight[:100].detach()) for name in ("student", "teacher")} | {"vocab": None}
+    shorter = (
+        case
+        | {name: Head(case[name].weight[:100].detach()) for name in ("student", "teacher")}
+        | {"vocab": None}
+    )
     ours, expected = (linear_divergence(**a, beta=beta, backend=backend) for a in (case, shorter))
     torch.testing.assert_close(ours, expected)
     assert (measure(case, backend, beta=beta)["d_weight"][100:] == 0).all()
@@ -237,7 +273,9 @@ def test_padding_has_no_probability_and_no_gradient(backend: str, beta: float) -
 
 def test_without_a_limit_the_vocabulary_is_the_smaller_one() -> None:
     case = CASES["padded_vocabularies"] | {"beta": 0.5}
-    torch.testing.assert_close(linear_divergence(**case | {"vocab": None}), linear_divergence(**case | {"vocab": 103}))
+    torch.testing.assert_close(
+        linear_divergence(**case | {"vocab": None}), linear_divergence(**case | {"vocab": 103})
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])
@@ -255,11 +293,15 @@ def test_precision_is_the_students_and_every_gradient_has_that_of_its_input(back
     case = in_dtype(CASES["everything"], torch.bfloat16)
     exact = in_dtype(CASES["everything"], torch.float64)
     case |= {"teacher": exact["teacher"], "teacher_hidden": exact["teacher_hidden"]}
-    case["student"] = case["student"]._replace(weight=in_dtype(case["student"].weight, torch.float32))
+    case["student"] = case["student"]._replace(
+        weight=in_dtype(case["student"].weight, torch.float32)
+    )
     divergence = linear_divergence(**case, beta=0.5, backend=backend)
     assert divergence.dtype == torch.float32
     divergence.sum().backward()
-    assert all(leaf.grad is not None and leaf.grad.dtype == leaf.dtype for leaf in leaves(case).values())
+    assert all(
+        leaf.grad is not None and leaf.grad.dtype == leaf.dtype for leaf in leaves(case).values()
+    )
 
 
 def both_passes(case: dict[str, Any], upstream: Tensor | None, options: dict[str, Any]) -> None:
@@ -274,7 +316,9 @@ def multiplications(case: dict[str, Any], upstream: Tensor | None = None, **opti
     found = 0
     for event in events:
         if event.name() in ("aten::mm", "aten::addmm", "aten::addmm_"):
-            (rows, inner), (_, columns) = event.shapes()[:2] if event.name() == "aten::mm" else event.shapes()[1:3]
+            (rows, inner), (_, columns) = (
+                event.shapes()[:2] if event.name() == "aten::mm" else event.shapes()[1:3]
+            )
             found += rows * inner * columns
     return found / (len(case["student_hidden"]) * len(case["student"].weight))
 
@@ -292,7 +336,8 @@ def kept(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> flo
 def test_a_pass_multiplies_what_was_not_kept_and_what_is_frozen_costs_nothing(
     kept: float, beta: float, passes: int
 ) -> None:
-    case = in_dtype(CASES["exact_tiles"], torch.float32)  # the teacher's leaves require gradients too
+    # the teacher's leaves require gradients too
+    case = in_dtype(CASES["exact_tiles"], torch.float32)
     student, teacher = 20, 12
     both, again = student + teacher, (student + teacher) * (1 - kept)
     assert multiplications(case, beta=beta) == pytest.approx(both + passes * again + 2 * student)
@@ -303,14 +348,18 @@ def test_a_pass_multiplies_what_was_not_kept_and_what_is_frozen_costs_nothing(
 
 
 @pytest.mark.parametrize(("beta", "passes"), [(0.0, 1), (0.5, 2), (1.0, 1)])
-def test_rows_that_no_gradient_arrives_at_cost_nothing_in_backward(kept: float, beta: float, passes: int) -> None:
+def test_rows_that_no_gradient_arrives_at_cost_nothing_in_backward(
+    kept: float, beta: float, passes: int
+) -> None:
     case, upstream = in_dtype(CASES["exact_tiles"], torch.float32), arriving(48)
     upstream[1::4] = upstream[2::4] = upstream[3::4] = 0
     both, again = 32, 32 * (1 - kept)
     backward = again + 2 * 20
     found = multiplications(case, upstream, beta=beta)
     assert found == pytest.approx(both + (passes - 1) * again + backward / 4)
-    assert multiplications(case, torch.zeros(48), beta=beta) == pytest.approx(both + (passes - 1) * again)
+    assert multiplications(case, torch.zeros(48), beta=beta) == pytest.approx(
+        both + (passes - 1) * again
+    )
 
 
 @grid(strength=2, share=[0.0, 0.05, 0.3, 1.0], beta=BETAS, keep=KEPT)
@@ -321,13 +370,18 @@ def test_gradients_are_those_of_all_rows_however_many_are_left_out(
     upstream = arriving(63).double()
     upstream[torch.arange(63) % 20 < 20 * share] = 0
     case = CASES["everything"]
-    ours, exact = (measure(in_dtype(case, torch.float64), b, upstream, beta=beta) for b in ("torch", "reference"))
+    ours, exact = (
+        measure(in_dtype(case, torch.float64), b, upstream, beta=beta)
+        for b in ("torch", "reference")
+    )
     assert ours.keys() == exact.keys()
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("left_out", [slice(1), slice(0, None, 2)], ids=["one_row", "half_the_rows"])
+@pytest.mark.parametrize(
+    "left_out", [slice(1), slice(0, None, 2)], ids=["one_row", "half_the_rows"]
+)
 @pytest.mark.usefixtures("small_tiles")
 def test_a_row_that_diverges_spoils_no_gradient_if_none_arrives_at_it(left_out: slice) -> None:
     case = in_dtype(biased(teacher=forbidding(slice(90, 95))), torch.float32)
@@ -347,9 +401,13 @@ def test_the_logits_are_never_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
     heads = {"student": normal.head(25, 1000, softcap=5.0), "teacher": normal.head(12, 1000)}
     for keep_bytes, kept in ((0, []), (4 * (tile + 1), [2 * tile] * 2)):
         for beta in (0.0, 0.5):
-            case = problem(200, 1000, student_hidden=normal(200, 25), temperature=normal(200).exp(), **heads)
+            case = problem(
+                200, 1000, student_hidden=normal(200, 25), temperature=normal(200).exp(), **heads
+            )
             case = in_dtype(case, torch.float32)
-            _, taken = allocations(both_passes, case, None, {"beta": beta, "keep_bytes": keep_bytes})
+            _, taken = allocations(
+                both_passes, case, None, {"beta": beta, "keep_bytes": keep_bytes}
+            )
             assert [size for size in taken if size > tile] == [*kept, weight]
 
 
@@ -358,7 +416,14 @@ def test_as_much_is_kept_as_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(divergence_passes, "ROWS", 24)
     monkeypatch.setattr(divergence_passes, "COLUMNS", 32)
     one = 2 * 4 * 48 * 32  # bytes: a tile of all rows, of either head
-    for keep_bytes, share in ((0, 0), (one - 1, 0), (one, 1 / 3), (2 * one, 2 / 3), (3 * one, 1), (None, 1)):
+    for keep_bytes, share in (
+        (0, 0),
+        (one - 1, 0),
+        (one, 1 / 3),
+        (2 * one, 2 / 3),
+        (3 * one, 1),
+        (None, 1),
+    ):
         found = multiplications(case, beta=0.0, keep_bytes=keep_bytes)
         assert found == pytest.approx(32 + 32 * (1 - share) + 40), keep_bytes
 
@@ -368,12 +433,17 @@ def test_nothing_is_kept_when_no_gradient_and_no_second_pass_needs_it(
 ) -> None:
     case = in_dtype(CASES["plain"], torch.float32)
     monkeypatch.setattr(divergence_passes, "COLUMNS", 32)
-    frozen = case | {"student_hidden": case["student_hidden"].detach(), "student": case["student"].detach()}
+    frozen = case | {
+        "student_hidden": case["student_hidden"].detach(),
+        "student": case["student"].detach(),
+    }
     with torch.no_grad():
         assert linear_divergence(**case, beta=1.0).grad_fn is None
     assert linear_divergence(**frozen, beta=0.0).grad_fn is None
     assert linear_divergence(**frozen, beta=0.5).grad_fn is None
-    assert linear_divergence(**frozen | {"student_hidden": case["student_hidden"]}, beta=1.0).requires_grad
+    assert linear_divergence(
+        **frozen | {"student_hidden": case["student_hidden"]}, beta=1.0
+    ).requires_grad
     assert columns_kept == [0, 0, 0, 0, 100, 100, 100, 100]  # of either head
 
 
@@ -403,7 +473,9 @@ def test_checkpointing_recomputes_the_same_gradients(beta: float) -> None:
     def run(hidden: Tensor) -> Tensor:
         return linear_divergence(**checkpointed | {"student_hidden": hidden}, beta=beta)
 
-    torch.utils.checkpoint.checkpoint(run, checkpointed["student_hidden"], use_reentrant=False).sum().backward()
+    torch.utils.checkpoint.checkpoint(
+        run, checkpointed["student_hidden"], use_reentrant=False
+    ).sum().backward()
     for name, leaf in leaves(checkpointed).items():
         torch.testing.assert_close(leaf.grad, leaves(plain)[name].grad, rtol=0, atol=0)
 
@@ -437,7 +509,9 @@ def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.Monkey
     for beta in (0.0, 0.5):
         assert_as_good_as_the_reference(case, beta, torch.float32)
         with torch.compiler.set_stance("fail_on_recompile"):
-            assert_as_good_as_the_reference(case | {name: case[name][:30] for name in rows}, beta, torch.float32)
+            assert_as_good_as_the_reference(
+                case | {name: case[name][:30] for name in rows}, beta, torch.float32
+            )
     assert not softmax._uncompilable
 
 
@@ -446,17 +520,45 @@ def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.Monkey
     [
         ({"beta": 1.5}, r"beta must be in \[0, 1\], got 1.5"),
         ({"beta": math.nan}, r"beta must be in \[0, 1\], got nan"),
-        ({"student_hidden": torch.zeros(1, 3, 20)}, r"student hidden must be \[N, D\].* got \[1, 3, 20\]"),
-        ({"student_hidden": torch.zeros(4, 20)}, r"teacher hidden must be \[4, 12\], got \[3, 12\]"),
-        ({"teacher_hidden": torch.zeros(3, 13)}, r"teacher weight must be \[100, 13\], got \[100, 12\]"),
-        ({"teacher_hidden": torch.zeros(3, 12, device="meta")}, "teacher weight must be on meta"),
-        ({"student": Head(torch.zeros(100, 21))}, r"student weight must be \[100, 20\], got \[100, 21\]"),
-        ({"student": Head(torch.zeros(100, 20, dtype=torch.int8))}, "student weight must be floating-point"),
-        ({"teacher": Head(torch.zeros(100, 12), bias=torch.zeros(1))}, r"teacher bias must be \[100\], got \[1\]"),
-        ({"student": Head(torch.zeros(100, 20), scale=0.0)}, "student scale must be positive and finite, got 0.0"),
-        ({"teacher": Head(torch.zeros(100, 12), softcap=0.0)}, "teacher softcap must be positive and finite, got 0.0"),
         (
-            {"student": Head(torch.zeros(100, 20), adapter=(torch.zeros(4, 20), torch.zeros(100, 5), 1.0))},
+            {"student_hidden": torch.zeros(1, 3, 20)},
+            r"student hidden must be \[N, D\].* got \[1, 3, 20\]",
+        ),
+        (
+            {"student_hidden": torch.zeros(4, 20)},
+            r"teacher hidden must be \[4, 12\], got \[3, 12\]",
+        ),
+        (
+            {"teacher_hidden": torch.zeros(3, 13)},
+            r"teacher weight must be \[100, 13\], got \[100, 12\]",
+        ),
+        ({"teacher_hidden": torch.zeros(3, 12, device="meta")}, "teacher weight must be on meta"),
+        (
+            {"student": Head(torch.zeros(100, 21))},
+            r"student weight must be \[100, 20\], got \[100, 21\]",
+        ),
+        (
+            {"student": Head(torch.zeros(100, 20, dtype=torch.int8))},
+            "student weight must be floating-point",
+        ),
+        (
+            {"teacher": Head(torch.zeros(100, 12), bias=torch.zeros(1))},
+            r"teacher bias must be \[100\], got \[1\]",
+        ),
+        (
+            {"student": Head(torch.zeros(100, 20), scale=0.0)},
+            "student scale must be positive and finite, got 0.0",
+        ),
+        (
+            {"teacher": Head(torch.zeros(100, 12), softcap=0.0)},
+            "teacher softcap must be positive and finite, got 0.0",
+        ),
+        (
+            {
+                "student": Head(
+                    torch.zeros(100, 20), adapter=(torch.zeros(4, 20), torch.zeros(100, 5), 1.0)
+                )
+            },
             r"student adapter B must be \[100, 4\], got \[100, 5\]",
         ),
         ({"temperature": 0.0}, "temperature must be positive and finite, got 0.0"),
@@ -472,7 +574,9 @@ def test_compiled_tiles_are_as_good_and_compiled_once(monkeypatch: pytest.Monkey
     ],
 )
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_what_cannot_be_meant_is_an_error(backend: str, change: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_meant_is_an_error(
+    backend: str, change: dict[str, Any], message: str
+) -> None:
     case = in_dtype(problem(tokens=3), torch.float32)
     with pytest.raises(ValueError, match=f"linear_divergence: {message}"):
         linear_divergence(**{"backend": backend, "beta": 0.5} | case | change)

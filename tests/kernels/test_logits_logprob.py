@@ -25,7 +25,12 @@ def problem(tokens: int = 63, columns: int = 107, **changes: Any) -> dict[str, A
     logits = torch.randn(tokens, columns, generator=random, dtype=torch.float64) * 4
     temperature = torch.rand(tokens, generator=random, dtype=torch.float64) + 0.5
     target = torch.randint(columns, (tokens,), generator=random)
-    return {"logits": logits, "target": target, "temperature": temperature, "vocab": columns} | changes
+    return {
+        "logits": logits,
+        "target": target,
+        "temperature": temperature,
+        "vocab": columns,
+    } | changes
 
 
 def forbidden() -> Tensor:
@@ -45,7 +50,9 @@ CASES = {
     "forbidden_tokens": problem(logits=forbidden(), target=torch.arange(63) % 20),
     "one_column": problem(columns=1),
     "several_targets": problem(target=torch.arange(63 * 5).reshape(63, 5) % 107),
-    "more_outputs": problem(logits=forbidden(), target=torch.arange(63 * 5).reshape(63, 5) % 20, outputs=EXTRAS),
+    "more_outputs": problem(
+        logits=forbidden(), target=torch.arange(63 * 5).reshape(63, 5) % 20, outputs=EXTRAS
+    ),
 }
 
 
@@ -57,14 +64,26 @@ def in_dtype(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return {name: leaf(value) for name, value in case.items()}
 
 
-def measure(function: Any, case: dict[str, Any], outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def measure(
+    function: Any, case: dict[str, Any], outputs: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
     result = function(**case)._asdict()
-    found = {name: output for name, output in result.items() if isinstance(output, Tensor) and output.requires_grad}
+    found = {
+        name: output
+        for name, output in result.items()
+        if isinstance(output, Tensor) and output.requires_grad
+    }
     random = torch.Generator().manual_seed(1)
     upstream = {name: torch.randn(output.shape, generator=random) for name, output in found.items()}
     used = {name: found[name] for name in outputs or found}
-    torch.autograd.backward(list(used.values()), [upstream[name].to(output.dtype) for name, output in used.items()])
-    grads = {name: case[name].grad for name in ("logits", "temperature") if isinstance(case[name], Tensor)}
+    torch.autograd.backward(
+        list(used.values()), [upstream[name].to(output.dtype) for name, output in used.items()]
+    )
+    grads = {
+        name: case[name].grad
+        for name in ("logits", "temperature")
+        if isinstance(case[name], Tensor)
+    }
     return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
@@ -74,7 +93,9 @@ def measure(function: Any, case: dict[str, Any], outputs: tuple[str, ...] = ()) 
     dtype=[torch.float64, torch.float32, torch.bfloat16],
     outputs=[(), *((name,) for name in OUTPUTS)],
 )
-def test_it_is_as_close_to_float64_as_the_reference(case: str, dtype: torch.dtype, outputs: tuple[str, ...]) -> None:
+def test_it_is_as_close_to_float64_as_the_reference(
+    case: str, dtype: torch.dtype, outputs: tuple[str, ...]
+) -> None:
     rounded = in_dtype(CASES[case], dtype)
     exact = measure(reference.logits_logprob, in_dtype(rounded, torch.float64), outputs)
     definition = measure(reference.logits_logprob, in_dtype(rounded, dtype), outputs)
@@ -110,7 +131,8 @@ def test_a_forbidden_target_has_no_probability() -> None:
 def test_each_of_more_outputs_has_its_gradient(output: str) -> None:
     case = in_dtype(CASES["more_outputs"], torch.float64)
     ours, exact = (
-        measure(f, in_dtype(case, torch.float64), (output,)) for f in (logits_logprob, reference.logits_logprob)
+        measure(f, in_dtype(case, torch.float64), (output,))
+        for f in (logits_logprob, reference.logits_logprob)
     )
     for name, truth in exact.items():
         torch.testing.assert_close(ours[name], truth)
@@ -135,7 +157,9 @@ def test_only_the_gradient_is_as_large_as_the_logits() -> None:
     assert sizes[-2] <= 4 * 1000 + 16 * 500
 
 
-def test_a_row_may_be_longer_than_all_that_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_may_be_longer_than_all_that_is_taken_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     expected = measure(logits_logprob, in_dtype(CASES["more_outputs"], torch.float64))
     monkeypatch.setattr(module, "LOGITS_AT_ONCE", 106)
     found = measure(logits_logprob, in_dtype(CASES["more_outputs"], torch.float64))
@@ -160,7 +184,9 @@ def test_opcheck() -> None:
 
 def test_fullgraph_compile() -> None:
     compiled = torch.compile(logits_logprob, fullgraph=True, dynamic=True, backend="aot_eager")
-    ours, eager = (measure(f, in_dtype(CASES["padded"], torch.float32)) for f in (compiled, logits_logprob))
+    ours, eager = (
+        measure(f, in_dtype(CASES["padded"], torch.float32)) for f in (compiled, logits_logprob)
+    )
     for name, expected in eager.items():
         torch.testing.assert_close(ours[name], expected, rtol=0, atol=0)
 
@@ -168,14 +194,30 @@ def test_fullgraph_compile() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"target": torch.tensor([0, 107, 5])}, IndexError, r"in \[0, 107\), got 107 \(1 of 3 are outside\)"),
-        ({"target": torch.tensor([0, 105, 5]), "vocab": 100}, IndexError, r"in \[0, 100\), got 105"),
+        (
+            {"target": torch.tensor([0, 107, 5])},
+            IndexError,
+            r"in \[0, 107\), got 107 \(1 of 3 are outside\)",
+        ),
+        (
+            {"target": torch.tensor([0, 105, 5]), "vocab": 100},
+            IndexError,
+            r"in \[0, 100\), got 105",
+        ),
         ({"target": torch.tensor([0, 1])}, ValueError, r"target must be \[3\], got \[2\]"),
-        ({"target": torch.zeros(3, 2, 1, dtype=torch.int64)}, ValueError, r"target must be \[3, 2\], got \[3, 2, 1\]"),
+        (
+            {"target": torch.zeros(3, 2, 1, dtype=torch.int64)},
+            ValueError,
+            r"target must be \[3, 2\], got \[3, 2, 1\]",
+        ),
         ({"logits": torch.zeros(3)}, ValueError, r"logits must be \[N, V\], got \[3\]"),
         ({"temperature": -1.0}, ValueError, "temperature must be positive and finite, got -1.0"),
         ({"temperature": torch.ones(1)}, ValueError, r"temperature must be \[3\], got \[1\]"),
-        ({"temperature": torch.tensor([1.0, torch.nan, 2.0])}, ValueError, "every temperature must be > 0, got nan"),
+        (
+            {"temperature": torch.tensor([1.0, torch.nan, 2.0])},
+            ValueError,
+            "every temperature must be > 0, got nan",
+        ),
         (
             {"outputs": ("loss",)},
             ValueError,
@@ -184,6 +226,8 @@ def test_fullgraph_compile() -> None:
         ({"vocab": 0}, ValueError, r"vocab must be in \[1, 107\], got 0"),
     ],
 )
-def test_what_cannot_be_meant_is_an_error(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_what_cannot_be_meant_is_an_error(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         logits_logprob(**(problem(tokens=3) | change))

@@ -1,4 +1,6 @@
-"""The precision policy: every pass rounds the same factors to the same dtype, and sums in float32."""
+"""The precision policy: every pass rounds the same factors to the same dtype, and sums in
+float32.
+"""
 
 import importlib
 from typing import Any
@@ -6,7 +8,16 @@ from typing import Any
 import pytest
 import tensor_cores
 import torch
-from burnish.kernels import Head, backend, head, linear_divergence, linear_logits, linear_logprob, passes, reference
+from burnish.kernels import (
+    Head,
+    backend,
+    head,
+    linear_divergence,
+    linear_logits,
+    linear_logprob,
+    passes,
+    reference,
+)
 from heads import CASES, in_dtype, leaves, logprobs
 from heads import head as head_of
 from torch import Tensor
@@ -19,7 +30,8 @@ needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for prefix in ("", "GPU_"):
-        monkeypatch.setattr(passes, f"{prefix}ROWS", 16)  # of 63 rows four tiles: two at once come twice
+        # of 63 rows four tiles: two at once come twice
+        monkeypatch.setattr(passes, f"{prefix}ROWS", 16)
         monkeypatch.setattr(passes, f"{prefix}COLUMNS", 64)
 
 
@@ -37,7 +49,9 @@ def on_device(case: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def wide(**changes: Any) -> dict[str, Any]:
-    """Logits of about ±4 from 1024 hidden features, where rounding to 16 bits is seen: 5e-3 of a log-prob."""
+    """Logits of about ±4 from 1024 hidden features, where rounding to 16 bits is seen: 5e-3 of a
+    log-prob.
+    """
     return head_of(20, 1024, 150, **changes)
 
 
@@ -45,7 +59,11 @@ def exact(case: dict[str, Any], compute: torch.dtype) -> Tensor:
     """Log-probs in float64, of factors that are rounded."""
     weight, bias, adapter = case["weight"], case.get("bias"), case.get("adapter")
     given = Head(weight.double(), bias, adapter=adapter)
-    options: dict[str, Any] = {"temperature": case.get("temperature", 1.0), "vocab": len(weight), "outputs": ()}
+    options: dict[str, Any] = {
+        "temperature": case.get("temperature", 1.0),
+        "vocab": len(weight),
+        "outputs": (),
+    }
     return reference.linear_logprob(
         case["hidden"].double(), given, case["target"], compute_dtype=compute, **options
     ).logprob
@@ -55,7 +73,9 @@ ADAPTER = {"adapter": lambda normal: (normal(3, 1024) / 32, normal(150, 3), 0.7)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("changes", [{}, ADAPTER, {"bias": lambda normal: normal(150)}], ids=["plain", "lora", "bias"])
+@pytest.mark.parametrize(
+    "changes", [{}, ADAPTER, {"bias": lambda normal: normal(150)}], ids=["plain", "lora", "bias"]
+)
 def test_under_autocast_float32_factors_are_rounded_with_gradients_and_without(
     backend: str, changes: dict[str, Any]
 ) -> None:
@@ -73,12 +93,16 @@ def test_under_autocast_float32_factors_are_rounded_with_gradients_and_without(
 
 
 def test_gradients_of_16_bit_hidden_states_are_rounded_once_with_an_adapter_too() -> None:
-    """Those of the head and of the adapter are added before: bit by bit as for the same numbers in float32."""
+    """Those of the head and of the adapter are added before: bit by bit as for the same numbers in
+    float32.
+    """
     case = in_dtype(CASES["adapter"], torch.float32)
     gradients = []
     for dtype in (torch.bfloat16, torch.float32):
         hidden = case["hidden"].detach().bfloat16().to(dtype).requires_grad_()
-        logprobs(case | {"hidden": hidden}, backend="torch", compute_dtype=torch.bfloat16).logprob.sum().backward()
+        logprobs(
+            case | {"hidden": hidden}, backend="torch", compute_dtype=torch.bfloat16
+        ).logprob.sum().backward()
         gradients.append(hidden.grad)
     assert torch.equal(gradients[0], gradients[1].bfloat16())
 
@@ -89,7 +113,11 @@ def test_no_gradient_is_rounded_because_its_float32_factor_was(backend: str) -> 
     with autocast():
         trained = logprobs(case, backend=backend).logprob
     trained.sum().backward()
-    assert not [name for name, leaf in leaves(case).items() if torch.equal(leaf.grad, leaf.grad.bfloat16().float())]
+    assert not [
+        name
+        for name, leaf in leaves(case).items()
+        if torch.equal(leaf.grad, leaf.grad.bfloat16().float())
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -114,7 +142,10 @@ def test_float32_products_can_be_asked_for(backend: str) -> None:
 
 
 def test_a_compute_dtype_is_float32_or_one_of_16_bits() -> None:
-    with pytest.raises(ValueError, match=r"linear_logprob: compute_dtype must be float32, bfloat16, float16 or None"):
+    with pytest.raises(
+        ValueError,
+        match=r"linear_logprob: compute_dtype must be float32, bfloat16, float16 or None",
+    ):
         logprobs(in_dtype(CASES["plain"], torch.float32), compute_dtype=torch.float64)
 
 
@@ -127,7 +158,9 @@ def test_autocast_leaves_float64_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_drawn_from_is_what_is_trained(dtype: torch.dtype) -> None:
-    """The sampler's logits round as the trainer's log-probs: float32 under autocast, and weights of 16 bits."""
+    """The sampler's logits round as the trainer's log-probs: float32 under autocast, and weights of
+    16 bits.
+    """
     case = on_device(wide(**ADAPTER), dtype)
     target, hidden = case["target"], case["hidden"]
     with autocast(enabled=dtype == torch.float32):
@@ -141,7 +174,9 @@ def test_what_is_drawn_from_is_what_is_trained(dtype: torch.dtype) -> None:
 
 def test_logits_without_padding_and_of_a_shard() -> None:
     hidden, weight = torch.randn(3, 8), torch.randn(20, 8)
-    assert torch.equal(linear_logits(hidden, Head(weight), vocab=17), linear_logits(hidden, Head(weight))[:, :17])
+    assert torch.equal(
+        linear_logits(hidden, Head(weight), vocab=17), linear_logits(hidden, Head(weight))[:, :17]
+    )
     with pytest.raises(ValueError, match="linear_logits: the head must hold its whole vocabulary"):
         linear_logits(hidden, Head(weight, shard=head.Shard(None, 0)))  # type: ignore[arg-type]
 
@@ -151,12 +186,16 @@ def spread(size: float) -> Any:
 
 
 def test_both_heads_of_a_divergence_are_rounded_under_autocast() -> None:
-    case, other = (on_device(head_of(48, 1024, 150, weight=w), torch.float32) for w in (spread(0.1), spread(0.12)))
+    case, other = (
+        on_device(head_of(48, 1024, 150, weight=w), torch.float32)
+        for w in (spread(0.1), spread(0.12))
+    )
     heads = case["hidden"], Head(case["weight"]), other["hidden"], Head(other["weight"])
     with autocast():
         found = linear_divergence(*heads, beta=0.0)
     rounded = [
-        t.detach().bfloat16().double() for t in (case["hidden"], case["weight"], other["hidden"], other["weight"])
+        t.detach().bfloat16().double()
+        for t in (case["hidden"], case["weight"], other["hidden"], other["weight"])
     ]
     s, t = ((h @ w.T).log_softmax(-1) for h, w in (rounded[:2], rounded[2:]))
     wanted = (t.exp() * (t - s)).sum(1)
@@ -166,39 +205,52 @@ def test_both_heads_of_a_divergence_are_rounded_under_autocast() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("at_once", [1, 2, 4], ids=["a_tile_at_once", "two_tiles_at_once", "all_rows_at_once"])
+@pytest.mark.parametrize(
+    "at_once", [1, 2, 4], ids=["a_tile_at_once", "two_tiles_at_once", "all_rows_at_once"]
+)
 def test_on_tensor_cores_no_product_has_a_float32_factor(
     dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a GPU would multiply: float32 weights under autocast, bf16 weights without; LoRA on the head as well."""
+    """As a GPU would multiply: float32 weights under autocast, bf16 weights without; LoRA on the
+    head as well.
+    """
     made = tensor_cores.emulate(monkeypatch)
     monkeypatch.setattr(passes, "TILES_AT_ONCE", {"cpu": at_once, "cuda": at_once})
     n, v, d, r = 63, 150, 32, 3
-    case = in_dtype(head_of(n, d, v, adapter=lambda normal: (normal(r, d) / d, normal(v, r), 0.7)), dtype)
+    case = in_dtype(
+        head_of(n, d, v, adapter=lambda normal: (normal(r, d) / d, normal(v, r), 0.7)), dtype
+    )
     with autocast(enabled=dtype == torch.float32):
         logprobs(case, backend="torch", keep_bytes=0).logprob.sum().backward()
     assert made and all(a == b == torch.bfloat16 for _, a, b, _ in made)
     assert sum(operations for *_, operations in made) == 8 * n * v * (d + r)
     products = 3 * (63 // 16 + 1)  # of spans of the vocabulary and tiles of rows
     blocks = 3 * -(-63 // (16 * at_once))
-    # Logits twice, dh, dW: the last two for all rows whose dc is there at once; and the same of u and B.
+    # Logits twice, dh, dW: the last two for all rows whose dc is there at once; and the same of u
+    # and B.
     assert len(made) == 2 * (2 * products + 2 * blocks)
     written = [out for out, *_ in made[2 * products :]]
     sums_of_16_bits = written.count(torch.bfloat16)
-    assert sums_of_16_bits == (2 * blocks if dtype == torch.bfloat16 and at_once == 4 else 0)  # dW, dB: rounded at once
+    # dW, dB: rounded at once
+    assert sums_of_16_bits == (2 * blocks if dtype == torch.bfloat16 and at_once == 4 else 0)
     grads = {name: leaf.grad for name, leaf in leaves(case).items()}
     monkeypatch.undo()
     with autocast(enabled=dtype == torch.float32):
-        again = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves(case).items()}
+        again = {
+            name: leaf.detach().clone().requires_grad_() for name, leaf in leaves(case).items()
+        }
         plain = case | again | {"adapter": (again["A"], again["B"], 0.7)}
         for name in ("A", "B"):
             del plain[name]
         logprobs(plain, backend="torch").logprob.sum().backward()
     for name, leaf in again.items():
-        assert (grads[name] - leaf.grad).norm() <= 6e-3 * leaf.grad.norm(), name  # dc is rounded to 16 bits as well
+        # dc is rounded to 16 bits as well
+        assert (grads[name] - leaf.grad).norm() <= 6e-3 * leaf.grad.norm(), name
 
 
-def test_kept_logits_have_as_many_bits_as_factors_and_in_16_the_most_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_logits_have_as_many_bits_as_factors_and_in_16_the_most_digits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module = importlib.import_module("burnish.kernels.linear_logprob")
     monkeypatch.setattr(backend, "TENSOR_CORES", ("cpu", "cuda"))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -218,16 +270,26 @@ def test_a_gpu_cuts_off_what_is_ragged() -> None:
         assert [s.stop for s in found[:-1]] == [s.start for s in found[1:]]
         assert found[0].start == 0 and found[-1] == slice(vocab - last, vocab)
         assert all((s.stop - s.start) % 64 == 0 for s in found[:-1])
-    assert list(passes.vocabulary_spans(100, 64, torch.device("cpu"))) == [slice(0, 64), slice(64, 100)]
+    assert list(passes.vocabulary_spans(100, 64, torch.device("cpu"))) == [
+        slice(0, 64),
+        slice(64, 100),
+    ]
 
 
 def test_operators_that_wait_are_not_captured_in_graphs() -> None:
-    for name in ("linear_logprob", "linear_logprob_backward", "linear_divergence", "logits_logprob"):
+    for name in (
+        "linear_logprob",
+        "linear_logprob_backward",
+        "linear_divergence",
+        "logits_logprob",
+    ):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.burnish, name).default.tags
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_the_fused_kernel_has_tf32_where_torch_has(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_kernel_has_tf32_where_torch_has(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward = pytest.importorskip("burnish.kernels.triton_forward", reason="needs triton")
     asked: list[str] = []
 
@@ -252,7 +314,10 @@ class TestOnTheGpu:
         hidden = torch.randn(256, 512, device="cuda", requires_grad=True)
         weight = (torch.randn(5000, 512, device="cuda") / 8).requires_grad_()
         target = torch.randint(5000, (256,), device="cuda")
-        adapter = tuple(torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((8, 512), (5000, 8)))
+        adapter = tuple(
+            torch.randn(*shape, device="cuda", requires_grad=True)
+            for shape in ((8, 512), (5000, 8))
+        )
         with torch.autocast("cuda", dtype=torch.bfloat16):
             given = Head(weight, adapter=(*adapter, 0.5))
             linear_logprob(hidden, given, target, **options).logprob.sum().backward()
@@ -266,7 +331,9 @@ class TestOnTheGpu:
         names = {event.key.lower() for event in profile.key_averages()}
         products = [name for name in names if "gemm" in name or "cutlass" in name or "xmma" in name]
         assert products and not [
-            n for n in products if "sgemm" in n or "f32f32_f32f32" in n or "tf32" in n or "simt" in n
+            n
+            for n in products
+            if "sgemm" in n or "f32f32_f32f32" in n or "tf32" in n or "simt" in n
         ]
 
     def test_forward_and_backward_wait_once_each(self) -> None:
@@ -277,4 +344,5 @@ class TestOnTheGpu:
                 self.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 3  # two forwards, one backward
+        # two forwards, one backward
+        assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 3

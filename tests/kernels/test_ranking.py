@@ -8,14 +8,28 @@ from burnish.kernels import linear_logprob, logits_logprob
 from heads import CASES, in_dtype, logprobs
 from torch import Tensor
 
-RANKED = ["plain", "everything", "peaked", "all_logits_large", "one_column", "one_token", "padded_vocabulary"]
+RANKED = [
+    "plain",
+    "everything",
+    "peaked",
+    "all_logits_large",
+    "one_column",
+    "one_token",
+    "padded_vocabulary",
+]
 ASKED: dict[str, Any] = {"outputs": ("top1", "rank")}
 
 
 def logits(case: dict[str, Any]) -> Tensor:
     """Up to a factor and a constant in each row."""
-    down, up, scaling = case.get("adapter") or (torch.zeros(1, 20), torch.zeros(len(case["weight"]), 1), 1.0)
-    c = case["hidden"] @ (case["weight"] + scaling * up.double() @ down.double()).T + case.get("bias", 0.0)
+    down, up, scaling = case.get("adapter") or (
+        torch.zeros(1, 20),
+        torch.zeros(len(case["weight"]), 1),
+        1.0,
+    )
+    c = case["hidden"] @ (case["weight"] + scaling * up.double() @ down.double()).T + case.get(
+        "bias", 0.0
+    )
     return c[:, : case.get("vocab")]
 
 
@@ -42,7 +56,9 @@ def test_the_target_of_rank_zero_is_the_likeliest_in_float32_too() -> None:
 
 
 def test_equal_logits_are_not_above_the_target() -> None:
-    found = linear_logprob(torch.ones(3, 4), torch.ones(9, 4), torch.tensor([0, 4, 8]), outputs=("rank",))
+    found = linear_logprob(
+        torch.ones(3, 4), torch.ones(9, 4), torch.tensor([0, 4, 8]), outputs=("rank",)
+    )
     assert found.rank.tolist() == [0, 0, 0]
 
 
@@ -69,7 +85,9 @@ def test_of_logits_at_hand_the_same(backend: str) -> None:
     case = CASES["plain"]
     expected = logprobs(case, **ASKED, top_k=4, temperature=0.7)
     temperature = torch.full((63,), 0.7, dtype=torch.float64, requires_grad=True)
-    found = logits_logprob(logits(case), case["target"], temperature=temperature, **ASKED, top_k=4, backend=backend)
+    found = logits_logprob(
+        logits(case), case["target"], temperature=temperature, **ASKED, top_k=4, backend=backend
+    )
     assert found.logprob.requires_grad and not found.top_k.logprob.requires_grad
     assert torch.equal(found.top1, expected.top1) and torch.equal(found.rank, expected.rank)
     torch.testing.assert_close(found.top_k.logprob, expected.top_k.logprob)

@@ -35,7 +35,9 @@ def test_shards_together_are_the_whole(results: list[dict[str, Any]], name: str)
             torch.testing.assert_close(rank[output], expected, rtol=1e-12, atol=1e-11, msg=output)
 
 
-def test_a_target_that_no_shard_holds_is_an_error_on_every_rank(results: list[dict[str, Any]]) -> None:
+def test_a_target_that_no_shard_holds_is_an_error_on_every_rank(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert "every target must be in the shard of one rank, 1 of 63 are not" in result["error"]
 

@@ -1,6 +1,7 @@
 """The road of a GPU, on which the factors of every product have 16 bits, with Triton's interpreter.
 
-bfloat16 is wrong in the interpreter, which a fixture of conftest.py mends. On tensor cores: test_backends.py.
+bfloat16 is wrong in the interpreter, which a fixture of conftest.py mends. On tensor cores:
+test_backends.py.
 """
 
 from typing import Any
@@ -14,9 +15,19 @@ from grids import grid, slow
 from heads import CASES, assert_as_good_as_the_reference, in_dtype, logprobs
 from torch import Tensor
 
-triton_softmax = pytest.importorskip("burnish.kernels.triton_softmax", reason="needs triton", exc_type=ImportError)
+triton_softmax = pytest.importorskip(
+    "burnish.kernels.triton_softmax", reason="needs triton", exc_type=ImportError
+)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU takes this road itself")
-SOME = ["plain", "one_token", "peaked", "rising_over_the_vocabulary", "scale", "adapter", "more_of_everything"]
+SOME = [
+    "plain",
+    "one_token",
+    "peaked",
+    "rising_over_the_vocabulary",
+    "scale",
+    "adapter",
+    "more_of_everything",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -29,13 +40,19 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def some_rows(name: str, keep_bytes: int) -> dict[str, Any]:
     """The interpreter is slow: a tile of rows and a bit."""
     case = CASES[name] | {"keep_bytes": keep_bytes}
-    rows = {name: case[name][:11] for name in ("hidden", "target", "temperature") if isinstance(case.get(name), Tensor)}
+    rows = {
+        name: case[name][:11]
+        for name in ("hidden", "target", "temperature")
+        if isinstance(case.get(name), Tensor)
+    }
     return case | rows
 
 
 @grid(strength=1, case=SOME, keep_bytes=[0, 2**20])
 def test_float16_factors_cost_no_more_than_their_roundings(case: str, keep_bytes: int) -> None:
-    assert_as_good_as_the_reference(some_rows(case, keep_bytes), torch.float16, "triton", "of 16 bits")
+    assert_as_good_as_the_reference(
+        some_rows(case, keep_bytes), torch.float16, "triton", "of 16 bits"
+    )
 
 
 ROADS = {
@@ -50,7 +67,9 @@ ROADS = {
 def test_bfloat16_factors_cost_no_more_than_their_roundings(case: str, road: str) -> None:
     options = dict(ROADS[road])
     backend = options.pop("backend")
-    assert_as_good_as_the_reference(some_rows(case, 0) | options, torch.bfloat16, backend, "of 16 bits")
+    assert_as_good_as_the_reference(
+        some_rows(case, 0) | options, torch.bfloat16, backend, "of 16 bits"
+    )
 
 
 def test_a_cast_to_bfloat16_that_truncates_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,11 +85,15 @@ def test_a_cast_to_bfloat16_that_truncates_is_seen(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", truncated)
     with pytest.raises(AssertionError, match="d_"):
-        assert_as_good_as_the_reference(some_rows("peaked", 0), torch.bfloat16, "triton", "of 16 bits")
+        assert_as_good_as_the_reference(
+            some_rows("peaked", 0), torch.bfloat16, "triton", "of 16 bits"
+        )
 
 
 def test_a_ragged_remainder_is_kept_beside_whole_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the last columns, no multiple of 64, are a span of their own, with its own largest logits."""
+    """As on a GPU, where the last columns, no multiple of 64, are a span of their own, with its own
+    largest logits.
+    """
     monkeypatch.setattr(passes, "ROWS", 8)
     monkeypatch.setattr(passes, "COLUMNS", 128)
 
@@ -89,10 +112,14 @@ def test_a_ragged_remainder_is_kept_beside_whole_spans(monkeypatch: pytest.Monke
 
 
 @grid(strength=1, case=["plain", "peaked", "scale", "adapter"], field=["level", "gain"])
-def test_one_per_cent_is_more_than_a_rounding(case: str, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_per_cent_is_more_than_a_rounding(
+    case: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backward_tile_ = triton_softmax.backward_tile_
 
-    def wrong(tile: Tensor, column: Tensor, shift: Tensor, upstream: Any, *rest: Any, **options: Any) -> None:
+    def wrong(
+        tile: Tensor, column: Tensor, shift: Tensor, upstream: Any, *rest: Any, **options: Any
+    ) -> None:
         changed = upstream._replace(**{field: getattr(upstream, field) * 1.01})
         backward_tile_(tile, column, shift, changed, *rest, **options)
 
@@ -103,12 +130,16 @@ def test_one_per_cent_is_more_than_a_rounding(case: str, field: str, monkeypatch
 
 @pytest.mark.parametrize("arriving", [0.0, torch.inf])
 def test_a_gradient_of_nothing_or_of_infinity_goes_through(arriving: float) -> None:
-    """What arrives from a loss whose scale has overflowed: the optimizer is to see it and skip the step."""
+    """What arrives from a loss whose scale has overflowed: the optimizer is to see it and skip the
+    step.
+    """
     case = in_dtype(some_rows("plain", 0), torch.float16)
     logprob = logprobs(case, backend="torch").logprob
     logprob.backward(torch.full_like(logprob, arriving))
     for name in ("hidden", "weight"):
-        assert (case[name].grad == 0).all() if arriving == 0 else not case[name].grad.isfinite().any(), name
+        assert (
+            (case[name].grad == 0).all() if arriving == 0 else not case[name].grad.isfinite().any()
+        ), name
 
 
 def test_a_small_scale_of_the_logits_does_not_vanish() -> None:

@@ -1,4 +1,6 @@
-"""Triton's passes over two tiles, in the interpreter where there is no GPU: against torch's, and against float64."""
+"""Triton's passes over two tiles, in the interpreter where there is no GPU: against torch's, and
+against float64.
+"""
 
 import importlib
 import math
@@ -41,7 +43,9 @@ def four_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def allocate_one_span(*arguments: Any) -> Tensor:
         *others, keep_bytes, _, heads = arguments
-        return allocate(*others, 2 * (63 * 64 * 4 + 1) if keep_bytes is None else keep_bytes, 0, heads)
+        return allocate(
+            *others, 2 * (63 * 64 * 4 + 1) if keep_bytes is None else keep_bytes, 0, heads
+        )
 
     monkeypatch.setattr(passes, "allocate_kept", allocate_one_span)
 
@@ -53,12 +57,17 @@ def on_device(case: Any) -> Any:
         return Head(*(on_device(value) for value in case))
     if isinstance(case, tuple):
         return tuple(on_device(value) for value in case)
-    return {name: on_device(value) for name, value in case.items()} if isinstance(case, dict) else case
+    return (
+        {name: on_device(value) for name, value in case.items()} if isinstance(case, dict) else case
+    )
 
 
 def logits(case: dict[str, Any], who: str) -> Tensor:
     """c, rounded to float32, inside a wider matrix of NaN."""
-    head, vocab = case[who]._replace(scale=1.0, softcap=None), case.get("vocab") or len(case["student"].weight)
+    head, vocab = (
+        case[who]._replace(scale=1.0, softcap=None),
+        case.get("vocab") or len(case["student"].weight),
+    )
     c = reference.head_logits(case[f"{who}_hidden"], head, vocab, torch.float64).clamp(min=NEVER)
     wide = torch.full((len(c), vocab + 3), math.nan)
     wide[:, :vocab] = c
@@ -66,7 +75,12 @@ def logits(case: dict[str, Any], who: str) -> Tensor:
 
 
 def torch_passes(
-    student: Tensor, teacher: Tensor, to_z: LogitTransform, to_w: LogitTransform, gain: Tensor, beta: float
+    student: Tensor,
+    teacher: Tensor,
+    to_z: LogitTransform,
+    to_w: LogitTransform,
+    gain: Tensor,
+    beta: float,
 ) -> tuple[Tensor, ...]:
     """State, sums of a mixture and dc, as torch computes them."""
     state = student.new_zeros(len(student), 5)
@@ -81,7 +95,12 @@ def torch_passes(
 
 
 def triton_passes(
-    student: Tensor, teacher: Tensor, to_z: LogitTransform, to_w: LogitTransform, gain: Tensor, beta: float
+    student: Tensor,
+    teacher: Tensor,
+    to_z: LogitTransform,
+    to_w: LogitTransform,
+    gain: Tensor,
+    beta: float,
 ) -> tuple[Tensor, ...]:
     state = student.new_zeros(len(student), 5)
     state[:, 0] = state[:, 2] = NEVER
@@ -89,7 +108,9 @@ def triton_passes(
         triton_divergence.fold_(state, student[:, columns], teacher[:, columns], to_z, to_w, True)
     known, sums = known_from(state), student.new_zeros(len(student), 2)
     for columns in halves(student):
-        triton_divergence.mix_(sums, student[:, columns], teacher[:, columns], known, to_z, to_w, beta)
+        triton_divergence.mix_(
+            sums, student[:, columns], teacher[:, columns], known, to_z, to_w, beta
+        )
     dc = torch.empty_like(student)
     triton_divergence.backward_tile_(dc, student, teacher, known, gain, to_z, to_w, beta)
     return state, sums, dc
@@ -103,7 +124,9 @@ def halves(tile: Tensor) -> list[slice]:
 def known_from(state: Tensor) -> Tensor:
     """With a level that is not its own, so that nothing cancels."""
     shift, total, other_shift, other_total, _ = state.unbind(1)
-    return torch.stack((shift, total.log(), other_shift, other_total.log(), torch.full_like(shift, 0.3)), 1)
+    return torch.stack(
+        (shift, total.log(), other_shift, other_total.log(), torch.full_like(shift, 0.3)), 1
+    )
 
 
 def transforms(case: dict[str, Any], dtype: torch.dtype) -> list[LogitTransform]:
@@ -112,7 +135,9 @@ def transforms(case: dict[str, Any], dtype: torch.dtype) -> list[LogitTransform]
         rows = torch.full((len(case["student_hidden"]),), rows)
     if rows is not None:
         rows = rows.float().to(DEVICE, dtype)
-    return [LogitTransform(case[who].scale, case[who].softcap, rows) for who in ("student", "teacher")]
+    return [
+        LogitTransform(case[who].scale, case[who].softcap, rows) for who in ("student", "teacher")
+    ]
 
 
 @grid(strength=1, case=CASES, beta=[0.0, 0.3, 1.0])
@@ -122,15 +147,26 @@ def test_each_pass_is_as_close_to_float64_as_torchs(case: str, beta: float) -> N
     gain = (arriving(len(tiles[0])) * 3).to(DEVICE)
     ours = triton_passes(*tiles, *transforms(arguments, torch.float32), gain, beta)
     theirs = torch_passes(*tiles, *transforms(arguments, torch.float32), gain, beta)
-    exact = torch_passes(*(t.double() for t in tiles), *transforms(arguments, torch.float64), gain.double(), beta)
-    for name, found, definition, truth in zip(("state", "sums", "dc"), ours, theirs, exact, strict=True):
+    exact = torch_passes(
+        *(t.double() for t in tiles), *transforms(arguments, torch.float64), gain.double(), beta
+    )
+    for name, found, definition, truth in zip(
+        ("state", "sums", "dc"), ours, theirs, exact, strict=True
+    ):
         error, allowed = (found - truth).abs(), 2 * (definition - truth).abs().amax(0) + 1e-6
         assert (error <= allowed + 1e-6 * truth.abs()).all(), name
 
 
 @grid(
     strength=1,
-    case=["everything", "one_token", "one_column", "peaked", "peaked_on_different_tokens", "one_large_one_negative"],
+    case=[
+        "everything",
+        "one_token",
+        "one_column",
+        "peaked",
+        "peaked_on_different_tokens",
+        "one_large_one_negative",
+    ],
     beta=[0.3, 0.0, 1.0, 0.5],
 )
 @pytest.mark.usefixtures("four_tiles")
@@ -138,7 +174,9 @@ def test_it_is_as_close_to_float64_as_the_reference(case: str, beta: float) -> N
     assert_as_good_as_the_reference(on_device(CASES[case]), beta, torch.float32, "triton")
 
 
-def run(case: dict[str, Any], beta: float, backend: str = "triton", **changes: Any) -> dict[str, Tensor]:
+def run(
+    case: dict[str, Any], beta: float, backend: str = "triton", **changes: Any
+) -> dict[str, Tensor]:
     return measure(in_dtype(on_device(case), torch.float32), backend, beta=beta, **changes)
 
 
@@ -162,7 +200,9 @@ def forbidding(span: slice) -> Tensor:
 def test_what_both_forbid_is_not_there(beta: float) -> None:
     bias = forbidding(slice(70))  # one tile whole, part of the next
     case = biased(student=bias, teacher=bias) | {"temperature": normal(63).exp()}
-    without = case | {name: Head(case[name].weight[70:], bias[70:]) for name in ("student", "teacher")}
+    without = case | {
+        name: Head(case[name].weight[70:], bias[70:]) for name in ("student", "teacher")
+    }
     ours, expected = run(case, beta), run(without, beta, "torch")
     for name in ("divergence", "d_hidden"):
         torch.testing.assert_close(ours[name], expected[name], rtol=1e-4, atol=1e-5)
@@ -174,7 +214,9 @@ def test_what_both_forbid_is_not_there(beta: float) -> None:
 @pytest.mark.usefixtures("four_tiles")
 def test_divergence_from_the_impossible_is_infinite_and_everything_else_finite() -> None:
     span = slice(60, 70)  # in both tiles
-    student, teacher = (biased(**{who: forbidding(span)}) | {"temperature": 3.0} for who in ("student", "teacher"))
+    student, teacher = (
+        biased(**{who: forbidding(span)}) | {"temperature": 3.0} for who in ("student", "teacher")
+    )
     assert run(student, 0.0)["divergence"].isposinf().all()
     assert run(teacher, 1.0)["divergence"].isposinf().all()
     for case, beta in ((student, 1.0), (student, 0.3), (teacher, 0.0), (teacher, 0.3)):
@@ -190,7 +232,9 @@ def test_divergence_from_the_impossible_is_infinite_and_everything_else_finite()
 @pytest.mark.parametrize("beta", [0.0, 0.3])
 def test_no_tokens_give_a_differentiable_zero(beta: float) -> None:
     student = normal.head(20, 100, bias=normal(100), adapter=normal.lora(20, 100))
-    case = in_dtype(on_device(problem(tokens=0, student=student, temperature=torch.ones(0))), torch.float32)
+    case = in_dtype(
+        on_device(problem(tokens=0, student=student, temperature=torch.ones(0))), torch.float32
+    )
     assert measure(case, "triton", beta=beta)["divergence"].shape == (0,)
     for name, leaf in leaves(case).items():
         assert leaf.grad is not None and (leaf.grad == 0).all(), name
@@ -216,14 +260,20 @@ def test_the_same_call_gives_the_same_bits_and_rows_do_not_interact(beta: float)
 def test_gradients_are_those_of_all_rows_however_many_are_left_out(share: float) -> None:
     upstream = arriving(63).to(DEVICE)
     upstream[torch.arange(63) % 20 < 20 * share] = 0
-    ours, expected = (run(CASES["everything"], 0.3, backend, upstream=upstream) for backend in ("triton", "torch"))
+    ours, expected = (
+        run(CASES["everything"], 0.3, backend, upstream=upstream) for backend in ("triton", "torch")
+    )
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=on_gpu)], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, pytest.param(torch.bfloat16, marks=on_gpu)], ids=str
+)
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-def test_dc_is_rounded_once_to_16_bits_and_may_replace_the_tile(beta: float, dtype: torch.dtype) -> None:
+def test_dc_is_rounded_once_to_16_bits_and_may_replace_the_tile(
+    beta: float, dtype: torch.dtype
+) -> None:
     case = CASES["everything"]
     tiles = [logits(case, who) for who in ("student", "teacher")]
     to_z, to_w = transforms(case, torch.float32)
@@ -239,15 +289,29 @@ def test_dc_is_rounded_once_to_16_bits_and_may_replace_the_tile(beta: float, dty
 
 def test_what_is_past_the_tile_is_neither_read_nor_written() -> None:
     case = CASES["plain"]
-    tiles, (to_z, to_w) = [logits(case, who) for who in ("student", "teacher")], transforms(case, torch.float32)
+    tiles, (to_z, to_w) = (
+        [logits(case, who) for who in ("student", "teacher")],
+        transforms(case, torch.float32),
+    )
     state = torch.zeros(70, 5, device=DEVICE)
     triton_divergence.fold_(state[3:66], *tiles, to_z, to_w, True)
     assert (state[:3] == 0).all() and (state[66:] == 0).all() and state[3:66].isfinite().all()
-    known, sums, out = known_from(state[3:66]), torch.zeros(70, 2, device=DEVICE), torch.zeros(70, 103, device=DEVICE)
+    known, sums, out = (
+        known_from(state[3:66]),
+        torch.zeros(70, 2, device=DEVICE),
+        torch.zeros(70, 103, device=DEVICE),
+    )
     triton_divergence.mix_(sums[3:66], *tiles, known, to_z, to_w, 0.3)
     assert (sums[:3] == 0).all() and (sums[66:] == 0).all() and sums[3:66].isfinite().all()
-    triton_divergence.backward_tile_(out[3:66, :100], *tiles, known, known[:, LEVEL].clone(), to_z, to_w, 0.3)
-    assert (out[:3] == 0).all() and (out[66:] == 0).all() and (out[:, 100:] == 0).all() and out.isfinite().all()
+    triton_divergence.backward_tile_(
+        out[3:66, :100], *tiles, known, known[:, LEVEL].clone(), to_z, to_w, 0.3
+    )
+    assert (
+        (out[:3] == 0).all()
+        and (out[66:] == 0).all()
+        and (out[:, 100:] == 0).all()
+        and out.isfinite().all()
+    )
 
 
 FAR = """
@@ -269,28 +333,37 @@ assert (tile == -0.5).all(), tile
 """
 
 
-@pytest.mark.skipif(DEVICE == "cuda" or sys.platform != "linux", reason="memory is mapped lazily by Linux")
+@pytest.mark.skipif(
+    DEVICE == "cuda" or sys.platform != "linux", reason="memory is mapped lazily by Linux"
+)
 def test_offsets_beyond_2_to_the_31_are_right() -> None:
     subprocess.run([sys.executable, "-c", FAR], check=True)
 
 
 def test_nothing_is_asked_of_triton_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     case = problem(tokens=3)
-    with pytest.raises(ValueError, match="backend='triton' has no float64; use 'torch' or 'reference'"):
+    with pytest.raises(
+        ValueError, match="backend='triton' has no float64; use 'torch' or 'reference'"
+    ):
         linear_divergence(**case, beta=0.5, backend="triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(
-        ValueError, match=r"linear_divergence: backend='triton' .* cpu; use 'torch', or .*TRITON_INTERP"
+        ValueError,
+        match=r"linear_divergence: backend='triton' .* cpu; use 'torch', or .*TRITON_INTERP",
     ):
         linear_divergence(**in_dtype(case, torch.float32), beta=0.5, backend="triton")
 
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_on_a_gpu_auto_is_triton_and_float64_is_torchs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_auto_is_triton_and_float64_is_torchs(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     module = importlib.import_module("burnish.kernels.linear_divergence")
-    monkeypatch.setattr(module, "DivergenceArguments", lambda *_, backend, **__: seen.append(backend) or 1 / 0)
+    monkeypatch.setattr(
+        module, "DivergenceArguments", lambda *_, backend, **__: seen.append(backend) or 1 / 0
+    )
     for precision in (dtype, torch.float64):
         with pytest.raises(ZeroDivisionError):
             linear_divergence(**in_dtype(on_device(problem(tokens=3)), precision), beta=0.5)
@@ -311,11 +384,17 @@ def test_on_a_gpu_every_precision_is_close_to_float64(beta: float, dtype: torch.
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_on_a_gpu_the_logits_are_never_in_memory_and_bits_repeat(beta: float) -> None:
     n, d, v = 8192, 256, 65536
-    hidden, other = (torch.randn(n, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-    weight, teacher = (torch.randn(v, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    hidden, other = (
+        torch.randn(n, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)
+    )
+    weight, teacher = (
+        torch.randn(v, d, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2)
+    )
 
     def step() -> tuple[Tensor, ...]:
-        found = linear_divergence(hidden, Head(weight), other, Head(teacher), beta=beta, keep_bytes=0)
+        found = linear_divergence(
+            hidden, Head(weight), other, Head(teacher), beta=beta, keep_bytes=0
+        )
         return found, *torch.autograd.grad(found.mean(), (hidden, weight))
 
     once = step()
@@ -324,4 +403,8 @@ def test_on_a_gpu_the_logits_are_never_in_memory_and_bits_repeat(beta: float) ->
     torch.cuda.reset_peak_memory_stats()
     assert all(torch.equal(a, b) for a, b in zip(once, step(), strict=True))
     tiles = 4096 * 4096 * (4 + 4 + 2)
-    assert torch.cuda.max_memory_allocated() - before < tiles + 2 * v * d * 2 + 4 * n * d * 4 + 2**24 < n * v * 4 / 2
+    assert (
+        torch.cuda.max_memory_allocated() - before
+        < tiles + 2 * v * d * 2 + 4 * n * d * 4 + 2**24
+        < n * v * 4 / 2
+    )

@@ -1,4 +1,6 @@
-"""The persistent forward kernel against the definition: in Triton's interpreter where there is no GPU."""
+"""The persistent forward kernel against the definition: in Triton's interpreter where there is no
+GPU.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -38,7 +40,9 @@ def inputs(rows: int = 37, width: int = 24, size: int = 150, /, **changes: Any) 
         "target": torch.randint(size, (rows, 1), generator=random),
         "vocab": size,
     }
-    return arguments | {name: change(normal) if callable(change) else change for name, change in changes.items()}
+    return arguments | {
+        name: change(normal) if callable(change) else change for name, change in changes.items()
+    }
 
 
 def forbidding(normal: Any) -> Tensor:
@@ -71,7 +75,8 @@ CASES = {
     "columns_apart": inputs(
         hidden=lambda normal: normal(37, 48)[:, ::2],
         weight=lambda normal: normal(24, 150).T,
-        adapter=lambda normal: (normal(16, 24), normal(16, 150).T, 0.2),  # a rank that is not padded
+        # a rank that is not padded
+        adapter=lambda normal: (normal(16, 24), normal(16, 150).T, 0.2),
     ),
     "peaked": inputs(hidden=lambda normal: normal(37, 24) * 30),
     "flat": inputs(hidden=torch.zeros(37, 24, dtype=torch.float64)),
@@ -127,7 +132,9 @@ def definition(case: dict[str, Any], dtype: torch.dtype) -> Logprobs:
 
 def apart(case: dict[str, Any]) -> Any:
     rest = {"temperature": 1.0, "outputs": ()} | case
-    return *(rest.pop(n) for n in ("hidden", "weight", "target", "vocab", "temperature", "outputs")), rest
+    return *(
+        rest.pop(n) for n in ("hidden", "weight", "target", "vocab", "temperature", "outputs")
+    ), rest
 
 
 def sums(case: dict[str, Any]) -> softmax.SoftmaxState:
@@ -142,7 +149,9 @@ def sums(case: dict[str, Any]) -> softmax.SoftmaxState:
 
 def ours(case: dict[str, Any]) -> Logprobs:
     logprob, entropy, logsumexp, *extras = softmax.finish(sums(case))[:5]
-    return Logprobs(logprob, entropy, logsumexp, *(extra if extra.numel() else None for extra in extras))
+    return Logprobs(
+        logprob, entropy, logsumexp, *(extra if extra.numel() else None for extra in extras)
+    )
 
 
 def assert_as_good_as_the_definition(case: dict[str, Any], dtype: torch.dtype) -> None:
@@ -167,7 +176,15 @@ def test_as_close_to_float64_as_the_definition(case: str) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    ["plain", "width_of_no_descriptor", "peaked", "all_logits_large", "adapter", "padded_vocabulary", "everything"],
+    [
+        "plain",
+        "width_of_no_descriptor",
+        "peaked",
+        "all_logits_large",
+        "adapter",
+        "padded_vocabulary",
+        "everything",
+    ],
 )
 def test_the_same_in_16_bits(case: str) -> None:
     assert_as_good_as_the_definition(CASES[case], torch.float16)
@@ -241,9 +258,12 @@ def test_hidden_states_may_be_more_precise_than_the_weight() -> None:
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Rows so far apart that the third's offset, wrapped to 32 bits, would be another address of this memory."""
+    """Rows so far apart that the third's offset, wrapped to 32 bits, would be another address of
+    this memory.
+    """
     case = rounded(inputs(3, 24, 3), torch.float16)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # 8 GB that nobody touches cost nothing
+    # 8 GB that nobody touches cost nothing
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         memory = torch.empty(2**32 + 64, dtype=torch.float16, device=DEVICE)
     finally:
@@ -255,7 +275,9 @@ def test_offsets_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 16, 64, 100])
 @pytest.mark.parametrize("tiles_", [1, 501, 594, 1024])
-def test_the_schedule_covers_the_vocabulary_once_and_keeps_a_gpu_busy(blocks: int, tiles_: int) -> None:
+def test_the_schedule_covers_the_vocabulary_once_and_keeps_a_gpu_busy(
+    blocks: int, tiles_: int
+) -> None:
     splits, span = forward.schedule(blocks, tiles_, 132)
     assert (splits - 1) * span < tiles_ <= splits * span
     if tiles_ > 1:
@@ -266,7 +288,9 @@ def test_the_schedule_covers_the_vocabulary_once_and_keeps_a_gpu_busy(blocks: in
 @needs_gpu
 @pytest.mark.parametrize("width", [2048, 100], ids=["descriptors", "pointers"])
 def test_logprobs_of_bf16_inputs_are_within_1e_4_of_float64(width: int) -> None:
-    """Hopper's tensor cores truncate their sums after every 16 products: 5e-5 at D = 2048 in simulation."""
+    """Hopper's tensor cores truncate their sums after every 16 products: 5e-5 at D = 2048 in
+    simulation.
+    """
     case = rounded(inputs(1000, width, 32007, outputs=EXTRAS), torch.bfloat16)
     exact = definition(case, torch.float64)._asdict()
     for name, found in ours(case)._asdict().items():
@@ -276,14 +300,18 @@ def test_logprobs_of_bf16_inputs_are_within_1e_4_of_float64(width: int) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", ["plain", "adapter", "everything", "everything_without_descriptors"])
+@pytest.mark.parametrize(
+    "case", ["plain", "adapter", "everything", "everything_without_descriptors"]
+)
 def test_every_precision_on_a_gpu(case: str, dtype: torch.dtype) -> None:
     assert_as_good_as_the_definition(CASES[case], dtype)
 
 
 @needs_gpu
 def test_same_bits_every_time_on_a_whole_gpu() -> None:
-    case = rounded(inputs(3000, 512, 50001, outputs=EXTRAS, temperature=torch.rand(3000) + 0.5), torch.bfloat16)
+    case = rounded(
+        inputs(3000, 512, 50001, outputs=EXTRAS, temperature=torch.rand(3000) + 0.5), torch.bfloat16
+    )
     first = sums(case)
     for _ in range(5):
         assert all(one.equal(other) for one, other in zip(first, sums(case), strict=True))
@@ -293,7 +321,9 @@ def test_same_bits_every_time_on_a_whole_gpu() -> None:
 def test_no_logits_in_memory() -> None:
     """By the allocator's peak: N·V in 16 bits would be 1 GB."""
     case = {"hidden": torch.randn(4096, 256), "weight": torch.randn(2**17, 256), "vocab": 2**17}
-    case = rounded(case, torch.bfloat16) | {"target": torch.randint(2**17, (4096, 1), device=DEVICE)}
+    case = rounded(case, torch.bfloat16) | {
+        "target": torch.randint(2**17, (4096, 1), device=DEVICE)
+    }
     sums(case)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -307,8 +337,15 @@ def test_a_weight_of_more_than_two_to_the_31_numbers() -> None:
     hidden = torch.randn(3, width, device=DEVICE, dtype=torch.bfloat16)
     weight = torch.zeros(size, width, device=DEVICE, dtype=torch.bfloat16)
     weight[-1] = hidden[0] / 64
-    case = {"hidden": hidden, "weight": weight, "target": torch.full((3, 1), size - 1, device=DEVICE), "vocab": size}
-    exact = definition(case | {"weight": weight[-2:], "target": case["target"] * 0 + 1, "vocab": 2}, torch.float64)
+    case = {
+        "hidden": hidden,
+        "weight": weight,
+        "target": torch.full((3, 1), size - 1, device=DEVICE),
+        "vocab": size,
+    }
+    exact = definition(
+        case | {"weight": weight[-2:], "target": case["target"] * 0 + 1, "vocab": 2}, torch.float64
+    )
     # All other logits are 0 as well.
     z = exact.logprob[:, 0] + exact.logsumexp
     assert (ours(case).logprob[:, 0] - (z - torch.log(size - 1 + z.exp()))).abs().max() <= 1e-4

@@ -1,4 +1,6 @@
-"""The Triton passes over a tile against those of torch in float64; interpreted where there is no GPU."""
+"""The Triton passes over a tile against those of torch in float64; interpreted where there is no
+GPU.
+"""
 
 import subprocess
 import sys
@@ -29,7 +31,8 @@ from burnish.kernels import triton_softmax
 from burnish.kernels.triton_softmax import backward_tile_, fold_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]  # not in the interpreter
+# not in the interpreter
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 NAN = float("nan")
 
 
@@ -50,7 +53,9 @@ class Case(NamedTuple):
     def exactly(self) -> "Case":
         """As softmax.py wants it, in float64."""
         temperature = self.transform.temperature
-        transform = self.transform._replace(temperature=None if temperature is None else temperature.double())
+        transform = self.transform._replace(
+            temperature=None if temperature is None else temperature.double()
+        )
         return self._replace(logits=self.logits.double().clamp(min=NEVER), transform=transform)
 
     def plainly(self) -> "Case":
@@ -58,11 +63,16 @@ class Case(NamedTuple):
 
     def start(self) -> SoftmaxState:
         dtype = torch.float64 if self.logits.dtype == torch.float64 else torch.float32
-        return SoftmaxState.start(self.target, self.logits.new_empty(0, dtype=dtype), self.mean, self.squares)
+        return SoftmaxState.start(
+            self.target, self.logits.new_empty(0, dtype=dtype), self.mean, self.squares
+        )
 
     def tiles(self) -> list[tuple[slice, Tensor]]:
         """Each span of the vocabulary, and the places of the targets in it."""
-        return [(columns, self.target - columns.start) for columns in spans(self.logits.shape[1], self.width)]
+        return [
+            (columns, self.target - columns.start)
+            for columns in spans(self.logits.shape[1], self.width)
+        ]
 
 
 def a_case(
@@ -124,7 +134,15 @@ def pulled_in_torch(case: Case, shift: Tensor, upstream: Coefficients) -> Pulled
 def pulled_in_triton(case: Case, shift: Tensor, upstream: Coefficients) -> Pulled:
     out, moments = torch.full_like(case.logits, NAN, dtype=torch.float32), torch.zeros_like(shift)
     for columns, here in case.tiles():
-        backward_tile_(case.logits[:, columns], here, shift, upstream, case.transform, out[:, columns], moments=moments)
+        backward_tile_(
+            case.logits[:, columns],
+            here,
+            shift,
+            upstream,
+            case.transform,
+            out[:, columns],
+            moments=moments,
+        )
     return Pulled(out, moments)
 
 
@@ -137,12 +155,19 @@ def assert_as_exact(
 ) -> None:
     """As near to float64 as torch's float32 is."""
     for i, (ours, theirs, right) in enumerate(zip(got, plain, exact, strict=True)):
-        assert error(ours, right) <= times * error(theirs, right) + 1e-6, (i, error(ours, right), error(theirs, right))
+        assert error(ours, right) <= times * error(theirs, right) + 1e-6, (
+            i,
+            error(ours, right),
+            error(theirs, right),
+        )
 
 
 def check(case: Case, used: tuple[bool, ...] = (True,) * 4) -> None:
-    """Forward, and backward for upstream gradients of every output, of which some coefficients are used."""
-    # A float32 product with two factors, which the interpreter does not fuse, is rounded once more than a quotient.
+    """Forward, and backward for upstream gradients of every output, of which some coefficients are
+    used.
+    """
+    # A float32 product with two factors, which the interpreter does not fuse, is rounded once more
+    # than a quotient.
     times = 2 if case.transform.temperature is None else 3
     plain, exact = case.plainly(), case.exactly()
     ours, theirs, right = in_triton(case), in_torch(plain), in_torch(exact)
@@ -154,14 +179,18 @@ def check(case: Case, used: tuple[bool, ...] = (True,) * 4) -> None:
         (exact, right, pulled_in_torch),
     ):
         level, *others = arriving(one, softmax)
-        upstream = Coefficients(level, *(t if wanted else None for t, wanted in zip(others, used, strict=True)))
+        upstream = Coefficients(
+            level, *(t if wanted else None for t, wanted in zip(others, used, strict=True))
+        )
         dc, moments = pull_all(one, softmax.shift, upstream)
         pulled.append((dc, moments / case.logits.shape[1]))
     assert_as_exact(*pulled, times)
 
 
 @grid(strength=2, vocab=[128, 150], width=[1000, 70], dtype=DTYPES)
-def test_passes_equal_float64(vocab: int, width: int, dtype: torch.dtype, small_blocks: None) -> None:
+def test_passes_equal_float64(
+    vocab: int, width: int, dtype: torch.dtype, small_blocks: None
+) -> None:
     check(a_case(n=3, vocab=vocab, width=width, dtype=dtype))
 
 
@@ -173,7 +202,9 @@ def test_temperature_softcap_and_scale(
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0, 300.0])
-def test_softcap_is_exact_near_zero_and_where_it_saturates(spread: float, small_blocks: None) -> None:
+def test_softcap_is_exact_near_zero_and_where_it_saturates(
+    spread: float, small_blocks: None
+) -> None:
     check(a_case(n=3, softcap=30.0, spread=spread))
 
 
@@ -225,7 +256,9 @@ def test_targets_in_the_last_column_and_several_in_a_row(targets: int, small_blo
 
 def test_targets_of_other_tiles_are_left_alone(small_blocks: None) -> None:
     case = a_case(n=3, targets=4)
-    here = torch.tensor([[-1, 0, 149, 150], [-150, 2**40, -(2**40), 149], [5, 5, 300, -70]], device=DEVICE)
+    here = torch.tensor(
+        [[-1, 0, 149, 150], [-150, 2**40, -(2**40), 149], [5, 5, 300, -70]], device=DEVICE
+    )
     outside = (here < 0) | (here >= 150)
     state = case.start()
     state.chosen.fill_(7.5)
@@ -235,7 +268,9 @@ def test_targets_of_other_tiles_are_left_alone(small_blocks: None) -> None:
     gain = torch.ones(3, 4, device=DEVICE)
     zero = torch.zeros(3, device=DEVICE)
     out = torch.full_like(case.logits, NAN)
-    backward_tile_(case.logits, here, zero, Coefficients(zero, None, None, None, gain), case.transform, out)
+    backward_tile_(
+        case.logits, here, zero, Coefficients(zero, None, None, None, gain), case.transform, out
+    )
     expected = torch.zeros_like(out)
     add_target_(expected, here, gain)
     assert torch.equal(out, expected)
@@ -243,13 +278,19 @@ def test_targets_of_other_tiles_are_left_alone(small_blocks: None) -> None:
 
 @pytest.mark.parametrize("mean", [False, True], ids=["", "mean"])
 @pytest.mark.parametrize("squares", [False, True], ids=["", "squares"])
-def test_sums_that_nobody_asked_for_are_not_needed(mean: bool, squares: bool, small_blocks: None) -> None:
+def test_sums_that_nobody_asked_for_are_not_needed(
+    mean: bool, squares: bool, small_blocks: None
+) -> None:
     check(a_case(n=2, width=70)._replace(mean=mean, squares=squares))
 
 
 @grid(strength=2, slope=[False, True], bend=[False, True], flat=[False, True], gain=[False, True])
-def test_gradients_of_some_outputs_only(slope: bool, bend: bool, flat: bool, gain: bool, small_blocks: None) -> None:
-    check(a_case(n=2, vocab=100, targets=2, temperature=True, softcap=8.0), (slope, bend, flat, gain))
+def test_gradients_of_some_outputs_only(
+    slope: bool, bend: bool, flat: bool, gain: bool, small_blocks: None
+) -> None:
+    check(
+        a_case(n=2, vocab=100, targets=2, temperature=True, softcap=8.0), (slope, bend, flat, gain)
+    )
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65])
@@ -265,10 +306,21 @@ def test_the_launch_table_fits_every_length(vocab: int, dtype: torch.dtype) -> N
 
 def test_no_rows() -> None:
     case = a_case(n=0)
-    fold_(case.logits, case.target, case.start(), case.transform, (torch.empty_like(case.logits), torch.empty(0)))
+    fold_(
+        case.logits,
+        case.target,
+        case.start(),
+        case.transform,
+        (torch.empty_like(case.logits), torch.empty(0)),
+    )
     none = torch.empty(0, device=DEVICE)
     backward_tile_(
-        case.logits, case.target, none, Coefficients(none, *[None] * 4), case.transform, torch.empty_like(case.logits)
+        case.logits,
+        case.target,
+        none,
+        Coefficients(none, *[None] * 4),
+        case.transform,
+        torch.empty_like(case.logits),
     )
 
 
@@ -284,7 +336,8 @@ def test_kept_logits_are_relative_to_the_highest_of_the_tile(
     shifted = torch.full_like(case.logits, NAN)
     fold_(case.logits, case.target, state, case.transform, (shifted, top))
     exact, plain = (
-        one.transform.tempered(one.transform.capped(one.logits)) for one in (case.exactly(), case.plainly())
+        one.transform.tempered(one.transform.capped(one.logits))
+        for one in (case.exactly(), case.plainly())
     )
     assert_as_exact((top,), (plain.amax(1),), (exact.amax(1),), 3)
     assert (shifted.amax(1) == 0).all()
@@ -294,8 +347,12 @@ def test_kept_logits_are_relative_to_the_highest_of_the_tile(
 
 @pytest.mark.parametrize("forbidden", [False, True], ids=["", "forbidden"])
 @pytest.mark.parametrize("softcap", [None, 30.0], ids=["", "softcap"])
-def test_gradients_from_kept_logits(softcap: float | None, forbidden: bool, small_blocks: None) -> None:
-    """Float32 costs nothing; 16 bits cost |x|·eˣ·ε ≤ ε/e of a coefficient, where raw logits would cost |z|·ε."""
+def test_gradients_from_kept_logits(
+    softcap: float | None, forbidden: bool, small_blocks: None
+) -> None:
+    """Float32 costs nothing; 16 bits cost |x|·eˣ·ε ≤ ε/e of a coefficient, where raw logits would
+    cost |z|·ε.
+    """
     case = a_case(n=3, spread=8.0, temperature=True, softcap=softcap, targets=2, width=100)
     case = case._replace(logits=case.logits + 20)
     if forbidden:
@@ -310,11 +367,15 @@ def test_gradients_from_kept_logits(softcap: float | None, forbidden: bool, smal
         kept, state, tops = torch.full_like(case.logits, NAN, dtype=dtype), case.start(), []
         for columns, here in case.tiles():
             tops.append(torch.full((3,), NAN, device=DEVICE))
-            fold_(case.logits[:, columns], here, state, case.transform, (kept[:, columns], tops[-1]))
+            fold_(
+                case.logits[:, columns], here, state, case.transform, (kept[:, columns], tops[-1])
+            )
         got = Pulled(torch.full_like(case.logits, NAN), torch.zeros(3, device=DEVICE))
         rest = state.shift, arriving(plain, finish(state)), case.transform
         for (columns, here), top in zip(case.tiles(), tops, strict=True):
-            backward_tile_(kept[:, columns], here, *rest, got.dc[:, columns], top=top, moments=got.moments)
+            backward_tile_(
+                kept[:, columns], here, *rest, got.dc[:, columns], top=top, moments=got.moments
+            )
         if dtype == torch.float32:
             assert_as_exact(got, theirs, right, 3)
         else:
@@ -352,7 +413,9 @@ def test_moments_are_added_to_what_is_there(small_blocks: None) -> None:
 
 
 def test_rows_may_lie_apart(small_blocks: None) -> None:
-    """Rows of a wider tensor, some rows of the sums, per-row inputs of any strides: as if all were dense."""
+    """Rows of a wider tensor, some rows of the sums, per-row inputs of any strides: as if all were
+    dense.
+    """
     case = a_case(n=6, targets=2, temperature=True)
     rows, wide = slice(2, 5), torch.full((6, 400), NAN, device=DEVICE)
     wide[:, 100:250] = case.logits
@@ -365,7 +428,9 @@ def test_rows_may_lie_apart(small_blocks: None) -> None:
     tops = torch.full((2, 6), NAN, device=DEVICE)
     fold_(case.logits, case.target, dense, case.transform, (kept, tops[0]))
     view = (apart[rows, 50:200], tops[1, rows])
-    fold_(wide[rows, 100:250], strided[0][rows], rows_of(part, rows), rows_of(strided[1], rows), view)
+    fold_(
+        wide[rows, 100:250], strided[0][rows], rows_of(part, rows), rows_of(strided[1], rows), view
+    )
     fresh = case.start()
     for ours, whole, untouched in zip(part, dense, fresh, strict=True):
         assert torch.equal(ours[rows], whole[rows])
@@ -374,7 +439,9 @@ def test_rows_may_lie_apart(small_blocks: None) -> None:
     assert torch.equal(tops[1, rows], tops[0, rows])
 
     upstream = arriving(case, finish(dense))
-    loose = Coefficients(*(t.t().contiguous().t() if t.ndim == 2 else t.repeat_interleave(2)[::2] for t in upstream))
+    loose = Coefficients(
+        *(t.t().contiguous().t() if t.ndim == 2 else t.repeat_interleave(2)[::2] for t in upstream)
+    )
     out, apart = torch.full_like(case.logits, NAN), torch.full((6, 300), NAN, device=DEVICE)
     backward_tile_(case.logits, case.target, dense.shift, upstream, case.transform, out)
     backward_tile_(
@@ -389,7 +456,9 @@ def test_rows_may_lie_apart(small_blocks: None) -> None:
 
 
 def test_rows_may_lie_beyond_32_bits() -> None:
-    """In a process of its own, since a wrong address ends it: rows 2³⁰ logits apart in memory that is never touched."""
+    """In a process of its own, since a wrong address ends it: rows 2³⁰ logits apart in memory that
+    is never touched.
+    """
     script = f"""
         import os, sys
         if "{DEVICE}" == "cpu":
@@ -416,7 +485,9 @@ def test_rows_may_lie_beyond_32_bits() -> None:
             answers.append((*state, shifted.clone(), dc.clone()))
         assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
     if done.returncode == 77:
         pytest.skip("6 GB cannot be mapped")
     assert done.returncode == 0, done.stderr

@@ -6,9 +6,13 @@ from shared import made_once
 
 @pytest.fixture(autouse=True)
 def undrawn(request, monkeypatch):
-    """Runs of a few small steps end without their picture, which takes longer than they do, unless marked `drawn`."""
+    """Runs of a few small steps end without their picture, which takes longer than they do, unless
+    marked `drawn`.
+    """
     if "drawn" not in request.keywords:
-        monkeypatch.setattr("burnish.loops.runs.training.draw_curves", lambda metrics, picture: None)
+        monkeypatch.setattr(
+            "burnish.loops.runs.training.draw_curves", lambda metrics, picture: None
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +23,9 @@ def torchao(request):
 
 
 def on_two_ranks(module, *arguments):
-    """A fixture: what rank 0 of two saved in ``module.be_rank(file, *arguments)``, and what both printed."""
+    """A fixture: what rank 0 of two saved in ``module.be_rank(file, *arguments)``, and what both
+    printed.
+    """
 
     @pytest.fixture(scope="session")
     def results(tmp_path_factory):
@@ -30,7 +36,9 @@ def on_two_ranks(module, *arguments):
             (folder / "printed.txt").write_text("".join(printed for _, printed in outcomes))
 
         folder = made_once(tmp_path_factory, "-".join([module, *arguments]), make)
-        return torch.load(folder / "results.pt", weights_only=False), (folder / "printed.txt").read_text()
+        return torch.load(folder / "results.pt", weights_only=False), (
+            folder / "printed.txt"
+        ).read_text()
 
     return results
 

@@ -9,7 +9,9 @@ from tiny import make_examples
 
 def test_a_first_token_is_not_predicted_from_another_example():
     without = Example([], [[7, 8]], [[True, True]])
-    with pytest.raises(ValueError, match="an example has no prompt, so nothing predicts its first token"):
+    with pytest.raises(
+        ValueError, match="an example has no prompt, so nothing predicts its first token"
+    ):
         collate([*make_examples(1, completions=1), without])
 
 

@@ -33,7 +33,10 @@ def test_rewards_of_ones_own(example):
     right, short = rewards.resolve_rewards(spec)
     samples = [sample("4"), sample("5", tokens=60)]
     asyncio.run(rewards.score_samples([right, short], [{"answer": "4"}] * 2, samples))
-    assert [each.rewards for each in samples] == [{"right": 1.0, "Short": 0.0}, {"right": 0.0, "Short": -0.2}]
+    assert [each.rewards for each in samples] == [
+        {"right": 1.0, "Short": 0.0},
+        {"right": 0.0, "Short": -0.2},
+    ]
 
 
 def test_an_environment_of_ones_own(example):

@@ -1,4 +1,6 @@
-"""Rules beside the settings: each setting that contradicts another is told, all in one message, before torch."""
+"""Rules beside the settings: each setting that contradicts another is told, all in one message,
+before torch.
+"""
 
 import re
 import subprocess
@@ -7,7 +9,17 @@ import sys
 import burnish
 import pytest
 from burnish.loops.config import Lora, Parallel, Teacher
-from burnish.loops.recipes.settings import DPO, GRPO, KTO, PPO, RLOO, SFT, Distill, OnlineDPO, Reward
+from burnish.loops.recipes.settings import (
+    DPO,
+    GRPO,
+    KTO,
+    PPO,
+    RLOO,
+    SFT,
+    Distill,
+    OnlineDPO,
+    Reward,
+)
 from burnish.loops.rl.settings import VLLM
 
 OBJECT = object()  # stands for a model in memory
@@ -21,8 +33,18 @@ RULES = [
     (SFT, OFFLINE, {"output": None, "resume": True}, "resume: checkpoints are kept"),
     (SFT, OFFLINE, {"output": None, "save_every": 2}, "save_every: checkpoints are kept"),
     (SFT, OFFLINE, {"streaming": True}, "streaming: wanted steps"),
-    (SFT, OFFLINE, {"streaming": True, "steps": 3, "save_every": "epoch"}, "save_every: an epoch of streamed data"),
-    (SFT, OFFLINE, {"weights_dtype": "bfloat16"}, "weights_dtype: bfloat16 weights compute in bfloat16"),
+    (
+        SFT,
+        OFFLINE,
+        {"streaming": True, "steps": 3, "save_every": "epoch"},
+        "save_every: an epoch of streamed data",
+    ),
+    (
+        SFT,
+        OFFLINE,
+        {"weights_dtype": "bfloat16"},
+        "weights_dtype: bfloat16 weights compute in bfloat16",
+    ),
     (SFT, OFFLINE, {"quantize": "4bit"}, "quantize: quantized weights can't be trained"),
     (SFT, OFFLINE, {"quantize": "4bit", "model": OBJECT}, "quantize: the model is loaded already"),
     (
@@ -31,24 +53,79 @@ RULES = [
         {"quantize": "8bit", "lora": ADAPTERS, "parallel": Parallel(dp_shard_size=2)},
         "parallel.dp_shard_size: quantized weights can't be sharded",
     ),
-    (SFT, OFFLINE, {"lora": ADAPTERS, "parallel": Parallel(tp_size=2)}, "parallel.tp_size: the layers under adapters"),
-    (SFT, OFFLINE, {"parallel": Parallel(tp_size=2, cp_size=2)}, "parallel.cp_size: rows are split or layers are"),
+    (
+        SFT,
+        OFFLINE,
+        {"lora": ADAPTERS, "parallel": Parallel(tp_size=2)},
+        "parallel.tp_size: the layers under adapters",
+    ),
+    (
+        SFT,
+        OFFLINE,
+        {"parallel": Parallel(tp_size=2, cp_size=2)},
+        "parallel.cp_size: rows are split or layers are",
+    ),
     (SFT, OFFLINE, {"keep_best": "eval/loss"}, "keep_best: wanted a metric of eval_data"),
-    (SFT, OFFLINE, {"keep_best": "loss", "eval_data": 0.1}, "keep_best: wanted a metric of eval_data"),
-    (SFT, OFFLINE, {"schedule": "greedy", "eval_data": 0.1}, "schedule greedy: follows the loss of evaluations"),
+    (
+        SFT,
+        OFFLINE,
+        {"keep_best": "loss", "eval_data": 0.1},
+        "keep_best: wanted a metric of eval_data",
+    ),
+    (
+        SFT,
+        OFFLINE,
+        {"schedule": "greedy", "eval_data": 0.1},
+        "schedule greedy: follows the loss of evaluations",
+    ),
     (SFT, OFFLINE, {"lora": Lora(alpha=8.0)}, "lora.alpha: without lora.r"),
     (SFT, OFFLINE, {"lora": Lora(path="a", alpha=8.0)}, "lora.alpha: the adapter in a has its own"),
-    (DPO, OFFLINE, {"reference": "adapters_off"}, "reference: adapters_off wanted a model wrapped by peft"),
-    (DPO, OFFLINE, {"ref_model_sync_steps": 4, "ref_model": "r"}, "ref_model_sync_steps: only a copy"),
-    (DPO, OFFLINE, {"ref_model_sync_steps": 4, "lora": ADAPTERS}, "ref_model_sync_steps: only a copy"),
-    (DPO, OFFLINE, {"ref_model_sync_steps": 4, "parallel": Parallel(2)}, "ref_model_sync_steps: only a copy"),
-    (DPO, OFFLINE, {"ref_model_sync_steps": 4, "reference": "precompute"}, "ref_model_sync_steps: only a copy"),
+    (
+        DPO,
+        OFFLINE,
+        {"reference": "adapters_off"},
+        "reference: adapters_off wanted a model wrapped by peft",
+    ),
+    (
+        DPO,
+        OFFLINE,
+        {"ref_model_sync_steps": 4, "ref_model": "r"},
+        "ref_model_sync_steps: only a copy",
+    ),
+    (
+        DPO,
+        OFFLINE,
+        {"ref_model_sync_steps": 4, "lora": ADAPTERS},
+        "ref_model_sync_steps: only a copy",
+    ),
+    (
+        DPO,
+        OFFLINE,
+        {"ref_model_sync_steps": 4, "parallel": Parallel(2)},
+        "ref_model_sync_steps: only a copy",
+    ),
+    (
+        DPO,
+        OFFLINE,
+        {"ref_model_sync_steps": 4, "reference": "precompute"},
+        "ref_model_sync_steps: only a copy",
+    ),
     (DPO, OFFLINE, {"logprob_reduction": "mean", "ld_alpha": 0.5}, "ld_alpha: is for sums"),
     (KTO, OFFLINE, {"batch_size": 1}, "kto: its z0 comes from"),
     (KTO, OFFLINE, {"loss": {"nll": 0.1, "kto": 1.0}, "batch_size": 1}, "kto: its z0 comes from"),
     (KTO, OFFLINE, {"reference": "precompute"}, "reference: the mismatched completions"),
-    (Reward, OFFLINE, {"loss": "score_regression", "centering": 0.01}, "centering, margin: are for pairs"),
-    (Distill, OFFLINE, {"loss": "sampled_reverse_kl"}, "loss: sampled_reverse_kl is for the student's own"),
+    (
+        Reward,
+        OFFLINE,
+        {"loss": "score_regression", "centering": 0.01},
+        "centering, margin: are for pairs",
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {"loss": "sampled_reverse_kl"},
+        "loss: sampled_reverse_kl is for the student's own",
+    ),
     (Distill, OFFLINE, {"on_policy": 0.5}, "on_policy: the student's completions are not known"),
     (
         Distill,
@@ -67,37 +144,89 @@ RULES = [
     (GRPO, ONLINE, {"temperature": 0.0}, "temperature: at 0 every completion"),
     (GRPO, ONLINE, {"top_k": 5}, "top_p, top_k: tokens sampled from a part"),
     (GRPO, ONLINE, {"correction": "tis", "old_logprobs": "sampled"}, "correction: tis compares"),
-    (GRPO, ONLINE, {"correction": "tis", "correction_low": 3.0}, "correction_low, correction_high: wanted low <="),
+    (
+        GRPO,
+        ONLINE,
+        {"correction": "tis", "correction_low": 3.0},
+        "correction_low, correction_high: wanted low <=",
+    ),
     (GRPO, ONLINE, {"streaming": True, "steps": 3}, "streaming: this recipe samples completions"),
     (GRPO, ONLINE, {"minibatches": 9}, "minibatches: the 8 prompts of a rollout"),
     (GRPO, ONLINE, {"schedule": "greedy"}, "schedule: greedy follows eval/loss"),
-    (GRPO, ONLINE, {"parallel": Parallel(tp_size=2)}, "parallel.tp_size: a run that samples completions"),
+    (
+        GRPO,
+        ONLINE,
+        {"parallel": Parallel(tp_size=2)},
+        "parallel.tp_size: a run that samples completions",
+    ),
     (GRPO, ONLINE, {"vllm": VLLM(url="http://a:1")}, "vllm: it is set up, but source is policy"),
-    (GRPO, ONLINE, {"use_bias_correction_kl": True, "kl_as": "reward"}, "use_bias_correction_kl: is for"),
+    (
+        GRPO,
+        ONLINE,
+        {"use_bias_correction_kl": True, "kl_as": "reward"},
+        "use_bias_correction_kl: is for",
+    ),
     (
         GRPO,
         ONLINE,
         {"reward_aggregation": "normalize", "kl_as": "reward", "beta": 0.1},
         "reward_aggregation: normalize",
     ),
-    (RLOO, ONLINE, {"reward_aggregation": "normalize", "beta": 0.0}, "reward_aggregation: normalize"),
+    (
+        RLOO,
+        ONLINE,
+        {"reward_aggregation": "normalize", "beta": 0.0},
+        "reward_aggregation: normalize",
+    ),
     (RLOO, ONLINE, {"scale": "group"}, "scale: a group's standard deviation"),
     (GRPO, SERVED, {"temperature": 0.001}, "temperature: vLLM samples at 0.01 or above"),
     (GRPO, SERVED, {"model": OBJECT}, "source: vLLM loads a model by its name"),
     (GRPO, SERVED, {"dtype": "float64"}, "source: vLLM does not compute in float64"),
-    (GRPO, SERVED, {"quantize": "4bit", "lora": ADAPTERS}, "source: a quantized policy has other log-probs"),
+    (
+        GRPO,
+        SERVED,
+        {"quantize": "4bit", "lora": ADAPTERS},
+        "source: a quantized policy has other log-probs",
+    ),
     (GRPO, SERVED, {"vllm": VLLM(updates="adapters")}, "vllm.updates: there are no adapters"),
-    (GRPO, SERVED, {"vllm": VLLM(trainer_address="a")}, "vllm.trainer_address: it is for updates by nccl"),
-    (GRPO, SERVED, {"vllm": VLLM(url="http://a:1", python="p")}, "vllm.url: that server runs already"),
-    (GRPO, SERVED, {"vllm": VLLM(url="http://a:1", host="0.0.0.0")}, "vllm.url: that server runs already"),
+    (
+        GRPO,
+        SERVED,
+        {"vllm": VLLM(trainer_address="a")},
+        "vllm.trainer_address: it is for updates by nccl",
+    ),
+    (
+        GRPO,
+        SERVED,
+        {"vllm": VLLM(url="http://a:1", python="p")},
+        "vllm.url: that server runs already",
+    ),
+    (
+        GRPO,
+        SERVED,
+        {"vllm": VLLM(url="http://a:1", host="0.0.0.0")},
+        "vllm.url: that server runs already",
+    ),
     (GRPO, SERVED, {"vllm": VLLM(api_key="k")}, "vllm.api_key: it is for a server that runs"),
-    (GRPO, {**SERVED, "source": "vllm_engine"}, {"vllm": VLLM(url="http://a:1")}, "vllm: an engine in this process"),
-    (PPO, ONLINE, {"value_head": "h", "value_model": "v"}, "value_head: value_model has a head of its own"),
+    (
+        GRPO,
+        {**SERVED, "source": "vllm_engine"},
+        {"vllm": VLLM(url="http://a:1")},
+        "vllm: an engine in this process",
+    ),
+    (
+        PPO,
+        ONLINE,
+        {"value_head": "h", "value_model": "v"},
+        "value_head: value_model has a head of its own",
+    ),
     (OnlineDPO, ONLINE, {"group_size": 1}, "group_size: a pair needs two completions"),
 ]
 
 
-@pytest.mark.parametrize(("recipe", "fine", "changes", "start"), RULES, ids=[rule[3][:40] for rule in RULES])
+@pytest.mark.parametrize(
+    ("recipe", "fine", "changes", "start"), RULES, ids=[rule[3][:40] for rule in RULES]
+)
 def test_a_rule_tells_its_contradiction_and_nothing_else(recipe, fine, changes, start):
     (complaint,) = recipe(**{**fine, **changes}).contradictions()
     assert complaint.startswith(start)
@@ -126,7 +255,9 @@ except SystemExit as end:
 
 
 def test_a_command_with_four_contradictions_names_all_four_without_torch():
-    done = subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == "2 False False\n"
     first, *complaints = done.stderr.splitlines()[:5]
     assert first == "burnish grpo: 4 mistakes"
@@ -136,4 +267,11 @@ def test_a_command_with_four_contradictions_names_all_four_without_torch():
 
 def test_python_is_told_the_same_before_anything_is_loaded(tmp_path):
     with pytest.raises(ValueError, match=r"2 mistakes\n  temperature: .*\n  group_size: "):
-        burnish.grpo("no-such-model", "no-such-data", str(tmp_path), rewards="math", group_size=1, temperature=0.0)
+        burnish.grpo(
+            "no-such-model",
+            "no-such-data",
+            str(tmp_path),
+            rewards="math",
+            group_size=1,
+            temperature=0.0,
+        )

@@ -1,4 +1,6 @@
-"""The law: loss, gradient and every metric are the same for every split of a step and every layout of its rows."""
+"""The law: loss, gradient and every metric are the same for every split of a step and every layout
+of its rows.
+"""
 
 import functools
 import itertools
@@ -8,7 +10,8 @@ import torch
 from grids import grid
 from law import RECIPES, assert_same, one_step, splits_on_ranks
 
-SPLITS = list(itertools.product(["padded", "packed", "shared"], [None, 60, 1]))[1:]  # the first one is the whole
+# the first one is the whole
+SPLITS = list(itertools.product(["padded", "packed", "shared"], [None, 60, 1]))[1:]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,4 +1,6 @@
-"""Whose code a configuration runs: nothing of the standard library, nothing of anyone under --no_code."""
+"""Whose code a configuration runs: nothing of the standard library, nothing of anyone under
+--no_code.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -32,8 +34,12 @@ STANDARD = {
 }
 SETTINGS = {
     "reward": lambda name, settings: {"rewards": {name: settings}},
-    "reward of another name": lambda name, settings: {"rewards": {"judge": {"function": name, **settings}}},
-    "reward that is asked": lambda name, settings: {"rewards": {"cosine": {"limit": 9, "correct": name}}},
+    "reward of another name": lambda name, settings: {
+        "rewards": {"judge": {"function": name, **settings}}
+    },
+    "reward that is asked": lambda name, settings: {
+        "rewards": {"cosine": {"limit": 9, "correct": name}}
+    },
     "environment": lambda name, settings: {"environment": {name: settings}},
     "tool": lambda name, settings: {"environment": {"tools": {"tools": [name]}}},
     "optimizer": lambda name, settings: {"optimizer": name, "optimizer_kwargs": settings},
@@ -55,14 +61,19 @@ REFUSED = "Python's standard library, which has nothing that a configuration may
 
 @pytest.fixture
 def trapped(tmp_path):
-    """``trapped(setting, name)``: fields of a configuration that names this; then the trap, which must stay empty."""
+    """``trapped(setting, name)``: fields of a configuration that names this; then the trap, which
+    must stay empty.
+    """
     trap = tmp_path / "trap" / "sprung"
     trap.parent.mkdir()
     (trap.parent / "sprung.py").write_text(f"open({str(trap)!r}, 'w')")
 
     def fields(setting, name):
         settings = STANDARD[name].items()
-        filled = {key: value.format(trap=trap) if isinstance(value, str) else value for key, value in settings}
+        filled = {
+            key: value.format(trap=trap) if isinstance(value, str) else value
+            for key, value in settings
+        }
         return SETTINGS[setting](name, filled)
 
     yield fields
@@ -84,7 +95,10 @@ def test_a_configuration_runs_nothing_of_the_standard_library(setting, name, tra
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     rows = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in sums(4)]
-    return {"model": str(save_model(folder / "model")), "data": str(write_rows(folder / "data.jsonl", rows))}
+    return {
+        "model": str(save_model(folder / "model")),
+        "data": str(write_rows(folder / "data.jsonl", rows)),
+    }
 
 
 @pytest.fixture
@@ -93,8 +107,16 @@ def command(inputs, tmp_path, capsys):
 
     def run(kind, fields, *flags):
         file = tmp_path / "run.yaml"
-        run = {"output": str(tmp_path / "run"), "steps": 1, "prompts_per_rollout": 2, "group_size": 2, "max_tokens": 4}
-        file.write_text(yaml.safe_dump({**inputs, **run, "rewards": {"exact_match": 1.0}, **fields}))
+        run = {
+            "output": str(tmp_path / "run"),
+            "steps": 1,
+            "prompts_per_rollout": 2,
+            "group_size": 2,
+            "max_tokens": 4,
+        }
+        file.write_text(
+            yaml.safe_dump({**inputs, **run, "rewards": {"exact_match": 1.0}, **fields})
+        )
         try:
             status = main([*COMMANDS[kind], "--config", str(file), *flags])
         except SystemExit as stopped:
@@ -105,7 +127,11 @@ def command(inputs, tmp_path, capsys):
 
 
 PRODUCT = [(kind, setting, name) for kind in COMMANDS for setting in SETTINGS for name in STANDARD]
-SOME = [(kind, setting, "subprocess:Popen") for kind in COMMANDS for setting in ("reward", "environment", "optimizer")]
+SOME = [
+    (kind, setting, "subprocess:Popen")
+    for kind in COMMANDS
+    for setting in ("reward", "environment", "optimizer")
+]
 
 
 def check_command(command, kind, fields):
@@ -168,17 +194,44 @@ def own(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rewards": {"their_code:Mute": 1}}, "wanted a function or a class with __call__, got the class Mute"),
-        ({"rewards": {"their_code:Strange": 1}}, r"wanted the parameters \(completion, .*got \(text\)"),
+        (
+            {"rewards": {"their_code:Mute": 1}},
+            "wanted a function or a class with __call__, got the class Mute",
+        ),
+        (
+            {"rewards": {"their_code:Strange": 1}},
+            r"wanted the parameters \(completion, .*got \(text\)",
+        ),
         ({"rewards": {"their_code:os": 1}}, "is a module; name a function or a class in it"),
-        ({"rewards": {"their_code:Popen": 1}}, "only imports it; name it where it is defined, in subprocess"),
-        ({"rewards": {"their_code:accuracy_reward": 1}}, "only imports it; .* in trl.rewards.accuracy_rewards"),
+        (
+            {"rewards": {"their_code:Popen": 1}},
+            "only imports it; name it where it is defined, in subprocess",
+        ),
+        (
+            {"rewards": {"their_code:accuracy_reward": 1}},
+            "only imports it; .* in trl.rewards.accuracy_rewards",
+        ),
         ({"rewards": {"torch:add": 1}}, "torch:add: its parameters can't be read"),
-        ({"environment": "their_code:Half"}, r"has no function step; wanted reset\(row\) and step\(completion\)"),
-        ({"environment": "their_code:make_unsaid"}, "wanted a class with reset.*annotation says that it returns one"),
-        ({"environment": {"tools": {"tools": ["their_code:Mute"]}}}, "tool their_code:Mute: wanted a function"),
-        ({"optimizer": "their_code:NoOptimizer"}, "wanted a subclass of torch.optim.Optimizer, got <class"),
-        ({"optimizer": "their_code:make"}, "wanted a subclass of torch.optim.Optimizer, got <function"),
+        (
+            {"environment": "their_code:Half"},
+            r"has no function step; wanted reset\(row\) and step\(completion\)",
+        ),
+        (
+            {"environment": "their_code:make_unsaid"},
+            "wanted a class with reset.*annotation says that it returns one",
+        ),
+        (
+            {"environment": {"tools": {"tools": ["their_code:Mute"]}}},
+            "tool their_code:Mute: wanted a function",
+        ),
+        (
+            {"optimizer": "their_code:NoOptimizer"},
+            "wanted a subclass of torch.optim.Optimizer, got <class",
+        ),
+        (
+            {"optimizer": "their_code:make"},
+            "wanted a subclass of torch.optim.Optimizer, got <function",
+        ),
         ({"loss": {"their_code:Mute": 1}}, "loss Mute: wanted a function of tensors"),
     ],
 )
@@ -214,7 +267,11 @@ def test_whose_code_of_every_setting_is_said_without_importing_it(monkeypatch, t
     config = SimpleNamespace(
         optimizer="an_optimizer:A",
         loss={"a_loss:f": 1.0, "dpo": 1.0},
-        rewards={"b": {"function": "never_imported.py:f"}, "cosine": {"correct": "c_reward:f"}, "math": 1.0},
+        rewards={
+            "b": {"function": "never_imported.py:f"},
+            "cosine": {"correct": "c_reward:f"},
+            "math": 1.0,
+        },
         environment={"tools": {"tools": ["a_tool:f", "calculator"]}},
         vllm=SimpleNamespace(
             python="/opt/python",
@@ -228,14 +285,20 @@ def test_whose_code_of_every_setting_is_said_without_importing_it(monkeypatch, t
         "vllm.environment (LD_PRELOAD), vllm.options (middleware)"
     )
     assert "never_imported" not in sys.modules
-    assert whose_code(SimpleNamespace(rewards="math")) == "this configuration runs no code but burnish's own"
+    assert (
+        whose_code(SimpleNamespace(rewards="math"))
+        == "this configuration runs no code but burnish's own"
+    )
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_no_code_refuses_all_but_burnishs_own(kind, command, own):
     own_reward = {"rewards": {"their_code:right": 1.0}}
     status, said = command(kind, own_reward, "--no_code")
-    assert status == 1 and "reward their_code:right: refused, as --no_code allows no code but burnish's" in said, said
+    assert (
+        status == 1
+        and "reward their_code:right: refused, as --no_code allows no code but burnish's" in said
+    ), said
 
 
 def test_no_code_leaves_what_is_shipped_and_lasts_for_one_command(command, own):
@@ -244,7 +307,10 @@ def test_no_code_leaves_what_is_shipped_and_lasts_for_one_command(command, own):
 
 
 def test_no_code_holds_wherever_an_object_is_looked_up(own):
-    with burnish_alone(), pytest.raises(ValueError, match="refused, as --no_code allows no code but burnish's"):
+    with (
+        burnish_alone(),
+        pytest.raises(ValueError, match="refused, as --no_code allows no code but burnish's"),
+    ):
         find("reward", "their_code:right", {}, "")
     assert find("reward", "their_code:right", {}, "") is own.right
 

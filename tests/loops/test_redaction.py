@@ -1,4 +1,6 @@
-"""Secrets of a configuration: in no file, tracker, log or list of processes, and read from the environment."""
+"""Secrets of a configuration: in no file, tracker, log or list of processes, and read from the
+environment.
+"""
 
 import json
 import logging
@@ -11,7 +13,15 @@ import pytest
 import yaml
 from burnish.loops.cli import main
 from burnish.loops.recipes.settings import GRPO
-from burnish.loops.redaction import MARK, HidingFormatter, hide, is_secret, redacted, resolved, resolved_data
+from burnish.loops.redaction import (
+    MARK,
+    HidingFormatter,
+    hide,
+    is_secret,
+    redacted,
+    resolved,
+    resolved_data,
+)
 from burnish.loops.rewards import resolve_rewards
 from burnish.loops.rl.sources import flags_of
 from burnish.loops.runs.directory import check_directory, to_yaml
@@ -24,7 +34,16 @@ WORD = "correct-horse-battery"  # of no such form
 
 @pytest.mark.parametrize(
     "name",
-    ["api_key", "apiKey", "OPENAI_API_KEY", "HF_TOKEN", "auth_token", "client_secret", "password", "db-password"],
+    [
+        "api_key",
+        "apiKey",
+        "OPENAI_API_KEY",
+        "HF_TOKEN",
+        "auth_token",
+        "client_secret",
+        "password",
+        "db-password",
+    ],
 )
 def test_a_secret_is_known_by_whole_words_of_its_name(name):
     assert is_secret(name, WORD)
@@ -93,7 +112,9 @@ def test_trackers_and_the_file_of_settings_hold_no_secret(config):
 def test_a_run_is_resumed_though_its_secrets_were_not_stored_or_have_changed(config, tmp_path):
     (tmp_path / "run/checkpoints/step-00000001").mkdir(parents=True)
     (tmp_path / "run/config.yaml").write_text(to_yaml(config))
-    rewards = {"my:Judge": {"api_key": "another-secret", "headers": [{"Authorization": f"Bearer {KEY}x"}]}}
+    rewards = {
+        "my:Judge": {"api_key": "another-secret", "headers": [{"Authorization": f"Bearer {KEY}x"}]}
+    }
     same = {"model": "m", "data": "d", "output": config.output, "resume": True}
     check_directory(GRPO(rewards=rewards, **same))
     with pytest.raises(ValueError, match="was run with rewards="):
@@ -110,7 +131,9 @@ def test_references_are_read_where_they_are_used(monkeypatch, tmp_path):
     (reward,) = resolve_rewards({"my_judges:Judge": {"api_key": "${ENV:JUDGES_KEY}"}})
     assert reward.function.args[0].api_key == KEY
     assert resolved({"a": ["x ${ENV:JUDGES_KEY}", 3]}) == {"a": [f"x {KEY}", 3]}
-    with pytest.raises(ValueError, match=r"\$\{ENV:NOT_THERE\}: there is no environment variable NOT_THERE"):
+    with pytest.raises(
+        ValueError, match=r"\$\{ENV:NOT_THERE\}: there is no environment variable NOT_THERE"
+    ):
         resolved("${ENV:NOT_THERE}")
 
 
@@ -124,7 +147,11 @@ def test_references_in_data_are_read_but_rows_are_not_touched(monkeypatch):
 
 
 def test_no_secret_gets_into_the_arguments_of_a_server():
-    for option in ({"api_key": WORD}, {"hf_token": WORD}, {"served_model_name": f"https://me:{WORD}@host"}):
+    for option in (
+        {"api_key": WORD},
+        {"hf_token": WORD},
+        {"served_model_name": f"https://me:{WORD}@host"},
+    ):
         with pytest.raises(ValueError, match="every user of the machine can read the arguments"):
             flags_of(option)
     assert flags_of({"max_model_len": 9, "tokenizer": "some/tokenizer"}) == [
@@ -137,7 +164,9 @@ def test_a_log_has_no_secrets_not_even_in_tracebacks():
     try:
         raise ValueError(f"401 for {KEY}")
     except ValueError:
-        record = logging.LogRecord("a", logging.ERROR, "f", 1, "url %s", (f"http://me:{WORD}@h",), sys.exc_info())
+        record = logging.LogRecord(
+            "a", logging.ERROR, "f", 1, "url %s", (f"http://me:{WORD}@h",), sys.exc_info()
+        )
     shown = HidingFormatter("%(message)s").format(record)
     assert KEY not in shown and WORD not in shown and f"401 for {MARK}" in shown
 
@@ -146,24 +175,42 @@ def test_a_log_has_no_secrets_not_even_in_tracebacks():
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     rows = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in sums(4)]
-    return {"model": str(save_model(folder / "model")), "data": str(write_rows(folder / "data.jsonl", rows))}
+    return {
+        "model": str(save_model(folder / "model")),
+        "data": str(write_rows(folder / "data.jsonl", rows)),
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rewards": {"exact_match": {"tag": MARK}}}, "rewards.exact_match.tag: the secret was left out"),
+        (
+            {"rewards": {"exact_match": {"tag": MARK}}},
+            "rewards.exact_match.tag: the secret was left out",
+        ),
         (
             {"source": "vllm", "vllm": {"url": f"http://{MARK}@host"}},
             "vllm.url: the secret was left out when this file was written",
         ),
-        ({"run_name": "${ENV:HOME}"}, r"run_name: ${ENV:NAME} is read in rewards, environment, vllm, data, eval_data"),
-        ({"source": "vllm", "vllm": {"url": "${ENV:NOT_THERE}"}}, "there is no environment variable NOT_THERE"),
+        (
+            {"run_name": "${ENV:HOME}"},
+            r"run_name: ${ENV:NAME} is read in rewards, environment, vllm, data, eval_data",
+        ),
+        (
+            {"source": "vllm", "vllm": {"url": "${ENV:NOT_THERE}"}},
+            "there is no environment variable NOT_THERE",
+        ),
     ],
 )
-def test_mistakes_with_secrets_are_answered_before_anything_is_opened(fields, message, inputs, tmp_path, capsys):
+def test_mistakes_with_secrets_are_answered_before_anything_is_opened(
+    fields, message, inputs, tmp_path, capsys
+):
     file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({**inputs, "output": str(tmp_path / "run"), "rewards": "exact_match", **fields}))
+    file.write_text(
+        yaml.safe_dump(
+            {**inputs, "output": str(tmp_path / "run"), "rewards": "exact_match", **fields}
+        )
+    )
     assert main(["grpo", "--config", str(file)]) == 1
     assert message in capsys.readouterr().err
 
@@ -218,7 +265,12 @@ def test_a_planted_secret_is_in_no_file_tracker_log_or_list_of_processes(inputs,
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     printed = ended.stdout + ended.stderr
     held, command_lines = json.loads((tmp_path / "seen").read_text())
-    assert held[:4] == [judge["api_key"], judge["password"], judge["url"], judge["headers"]["Authorization"]]
+    assert held[:4] == [
+        judge["api_key"],
+        judge["password"],
+        judge["url"],
+        judge["headers"]["Authorization"],
+    ]
     assert held[4] == f"http://me:{secrets['url']}@service"
     assert "refused: [" in printed and MARK in printed, printed  # its errors are shown
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

@@ -10,7 +10,17 @@ from burnish.loops.cli.arguments import parse
 from burnish.loops.recipes import RECIPES
 from burnish.loops.recipes.settings import SFT
 
-HEAVY = {"torch", "transformers", "datasets", "accelerate", "peft", "matplotlib", "numpy", "triton", "vllm"}
+HEAVY = {
+    "torch",
+    "transformers",
+    "datasets",
+    "accelerate",
+    "peft",
+    "matplotlib",
+    "numpy",
+    "triton",
+    "vllm",
+}
 RUN = """
 import json, runpy, sys
 sys.argv = ["burnish", *json.loads(sys.argv[1])]
@@ -22,7 +32,9 @@ except SystemExit as stopped:
 
 
 def burnish(*arguments):
-    """Exit status of ``python -m burnish``, the packages that it imported, and all that it printed."""
+    """Exit status of ``python -m burnish``, the packages that it imported, and all that it
+    printed.
+    """
     command = [sys.executable, "-c", RUN, json.dumps(arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
@@ -62,7 +74,9 @@ def test_the_settings_of_every_recipe_are_read_without_heavy_imports():
 
 def test_only_help_reads_the_docstrings_of_fields(monkeypatch, capsys):
     read = []
-    monkeypatch.setattr("docstring_parser.parse_from_object", lambda component, **options: read.append(component))
+    monkeypatch.setattr(
+        "docstring_parser.parse_from_object", lambda component, **options: read.append(component)
+    )
     parse("sft", SFT, ["--model", "m", "--data", "d", "--output", "o"])
     for mistake in (["--lerning_rate", "1"], ["--steps", "many"]):
         with pytest.raises(SystemExit):

@@ -1,4 +1,6 @@
-"""Fixtures for the objectives: their shapes are checked by jaxtyping in tests, which is not what a user meets."""
+"""Fixtures for the objectives: their shapes are checked by jaxtyping in tests, which is not what a
+user meets.
+"""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,6 @@
-"""Advantages against plain Python that knows a completion, its group and the batch; and what they do not depend on."""
+"""Advantages against plain Python that knows a completion, its group and the batch; and what they
+do not depend on.
+"""
 
 import itertools
 import math
@@ -13,8 +15,8 @@ from burnish.objectives import advantage as adv
 from torch import Tensor
 
 NAN = math.nan
-# Groups: 7 has four completions, one unscored; -3 has equal rewards; 5 two completions; 40 one; 9 none scored; 0 one
-# scored of two.
+# Groups: 7 has four completions, one unscored; -3 has equal rewards; 5 two completions; 40 one; 9
+# none scored; 0 one scored of two.
 GROUP = [7, -3, 7, 40, 9, -3, 0, 7, 0, 9, 7, -3, 5, 5]
 REWARD = [1.0, 0.1, -0.5, 2.5, NAN, 0.1, NAN, NAN, 0.3, NAN, 0.75, 0.1, 1.5, -0.25]
 LENGTH = [3, 8, 1, 5, 2, 2, 9, 4, 6, 1, 7, 3, 2, 5]
@@ -34,13 +36,19 @@ def z(x: list[float], eps: float = 1e-4) -> list[float]:
     return [0.0 if math.isnan(v) else (v - mean(known)) / (std(known) + eps) for v in x]
 
 
-def each(rule: Callable[[int, list[int], list[float], list[float]], float]) -> Callable[..., list[float]]:
-    """The rule for completion i, given the scored completions of its group (itself included), for every scored one."""
+def each(
+    rule: Callable[[int, list[int], list[float], list[float]], float],
+) -> Callable[..., list[float]]:
+    """The rule for completion i, given the scored completions of its group (itself included), for
+    every scored one.
+    """
 
     def apply(reward: list[float], group: list[int], length: list[float]) -> list[float]:
         scored = [i for i, r in enumerate(reward) if not math.isnan(r)]
         mates = {i: [j for j in scored if group[j] == group[i]] for i in scored}
-        return [rule(i, mates[i], reward, length) if i in mates else 0.0 for i in range(len(reward))]
+        return [
+            rule(i, mates[i], reward, length) if i in mates else 0.0 for i in range(len(reward))
+        ]
 
     return apply
 
@@ -103,7 +111,10 @@ def gdpo(reward: list[float], group: list[int], length: list[float]) -> list[flo
 
 def token_whitened(reward: list[float], group: list[int], length: list[float]) -> list[float]:
     """REINFORCE++-baseline of completions of `length` tokens, of which the first is returned."""
-    deviation = [NAN if math.isnan(r) else d for r, d in zip(reward, centered(reward, group, length), strict=True)]
+    deviation = [
+        NAN if math.isnan(r) else d
+        for r, d in zip(reward, centered(reward, group, length), strict=True)
+    ]
     tokens = [d for d, n in zip(deviation, length, strict=True) for _ in range(int(n))]
     first = [int(math.fsum(length[:i])) for i in range(len(length))]
     return [z(tokens)[t] for t in first]
@@ -113,7 +124,9 @@ def reinforce_baseline(reward: Tensor, group: Tensor, length: Tensor) -> Tensor:
     sequence = torch.repeat_interleave(torch.arange(len(length)), length)
     tokens = adv.reinforce_plus_plus_baseline(reward, group, sequence)
     first = length.cumsum(0) - length
-    assert torch.equal(tokens, tokens[first][sequence]), "all tokens of a completion have its advantage"
+    assert torch.equal(tokens, tokens[first][sequence]), (
+        "all tokens of a completion have its advantage"
+    )
     return tokens[first]
 
 
@@ -126,7 +139,9 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., list[float]]]] = {
     "gpg_advantage": (lambda r, g, n: adv.gpg_advantage(r, g), scaled_by_the_informative),
     "max_at_k_advantage": (lambda r, g, n: adv.max_at_k_advantage(r, g, k=3), best_of_three),
     "gdpo_advantage": (
-        lambda r, g, n: adv.gdpo_advantage(two_rewards(r, n), g, torch.tensor([1.0, -0.5], dtype=r.dtype)),
+        lambda r, g, n: adv.gdpo_advantage(
+            two_rewards(r, n), g, torch.tensor([1.0, -0.5], dtype=r.dtype)
+        ),
         gdpo,
     ),
     "reinforce_plus_plus_baseline": (reinforce_baseline, token_whitened),
@@ -152,7 +167,8 @@ def test_advantages_equal_their_equation(name: str) -> None:
 def test_unscored_and_lone_completions_have_advantage_exactly_zero(name: str) -> None:
     actual = CASES[name][0](*tensors())
     silent = [i for i, r in enumerate(REWARD) if math.isnan(r) or GROUP[i] in (-3, 40, 0)]
-    if name not in ("gdpo_advantage", "reinforce_plus_plus_baseline"):  # their last step centers over the batch
+    # their last step centers over the batch
+    if name not in ("gdpo_advantage", "reinforce_plus_plus_baseline"):
         assert all(actual[i] == 0 for i in silent)
     assert all(actual[i] == 0 for i in silent if math.isnan(REWARD[i]))
 
@@ -198,9 +214,13 @@ def test_groups_do_not_interact(name: str) -> None:
     whole = function(reward, group, length)
     for one in group.unique():
         member = group == one
-        torch.testing.assert_close(function(reward[member], group[member], length[member]), whole[member])
+        torch.testing.assert_close(
+            function(reward[member], group[member], length[member]), whole[member]
+        )
     # a constant added to one group changes nothing either
-    torch.testing.assert_close(function(reward + 8.0 * (group == 7), group, length), whole, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        function(reward + 8.0 * (group == 7), group, length), whole, atol=1e-12, rtol=0
+    )
 
 
 @every
@@ -239,7 +259,10 @@ def test_a_tiny_spread_on_a_large_reward_keeps_its_digits_in_float32() -> None:
 
 
 def test_epsilon_reaches_every_standard_deviation() -> None:
-    reward, group = torch.tensor([1.0, 3.0, 0.0, 8.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    reward, group = (
+        torch.tensor([1.0, 3.0, 0.0, 8.0], dtype=torch.float64),
+        torch.tensor([0, 0, 1, 1]),
+    )
     scores = [z([1.0, 3.0], eps=0.5), z([0.0, 8.0], eps=0.5)]
     one = torch.ones(1, dtype=torch.float64)
     both = adv.gdpo_advantage(reward[:, None], group, one, eps=0.5)
@@ -265,10 +288,14 @@ def test_rloo_advantage_sums_to_zero_and_is_a_scaled_deviation() -> None:
     for one in group.unique():
         assert advantage[group == one].sum().item() == pytest.approx(0, abs=1e-14)
     seven = torch.tensor([i for i, g in enumerate(GROUP) if g == 7])
-    assert torch.allclose(advantage[seven], 3 / 2 * adv.group_advantage(reward, group, scale="none")[seven])
+    assert torch.allclose(
+        advantage[seven], 3 / 2 * adv.group_advantage(reward, group, scale="none")[seven]
+    )
 
 
-def test_optimal_baseline_of_equal_lengths_is_the_mean_and_weighted_advantages_sum_to_zero() -> None:
+def test_optimal_baseline_of_equal_lengths_is_the_mean_and_weighted_advantages_sum_to_zero() -> (
+    None
+):
     reward, group, length = tensors()
     plain = adv.group_advantage(reward, group, scale="none")
     torch.testing.assert_close(adv.opo_advantage(reward, group, torch.full_like(length, 5)), plain)
@@ -290,11 +317,16 @@ def test_gpg_is_the_deviation_over_the_completions_that_teach() -> None:
 
 def outcomes(p: float, n: int) -> list[tuple[float, list[int]]]:
     """All results of n trials that succeed with probability p, and their probabilities."""
-    return [(math.prod(p if r else 1 - p for r in of), list(of)) for of in itertools.product((0, 1), repeat=n)]
+    return [
+        (math.prod(p if r else 1 - p for r in of), list(of))
+        for of in itertools.product((0, 1), repeat=n)
+    ]
 
 
 def expected_gradient(advantage: Callable[[Tensor], Tensor], p: float, n: int) -> float:
-    """Of a policy of one logit whose action 1 succeeds, by that logit: the mean over completions of A ∇ log π."""
+    """Of a policy of one logit whose action 1 succeeds, by that logit: the mean over completions of
+    A ∇ log π.
+    """
     total = 0.0
     for chance, results in outcomes(p, n):
         reward = torch.tensor(results, dtype=torch.float64)
@@ -304,7 +336,9 @@ def expected_gradient(advantage: Callable[[Tensor], Tensor], p: float, n: int) -
 
 @pytest.mark.parametrize("n", [2, 3, 6])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
-def test_maxrl_follows_the_likelihood_of_success_to_the_order_of_its_group(p: float, n: int) -> None:
+def test_maxrl_follows_the_likelihood_of_success_to_the_order_of_its_group(
+    p: float, n: int
+) -> None:
     group = torch.zeros(n, dtype=torch.int64)
     of_logit = p * (1 - p)  # dp/dlogit
     terms = sum((1 - p) ** (k - 1) for k in range(1, n))  # the derivative of −Σ (1 − p)^k / k
@@ -327,7 +361,10 @@ def test_max_at_the_size_of_the_group_is_the_lead_of_the_best() -> None:
 
 
 def maxrl(reward: list[float], group: list[int]) -> list[float]:
-    known = {g: [r for r, h in zip(reward, group, strict=True) if g == h and not math.isnan(r)] for g in group}
+    known = {
+        g: [r for r, h in zip(reward, group, strict=True) if g == h and not math.isnan(r)]
+        for g in group
+    }
     scored = [(r, mean(known[g]) if known[g] else 0.0) for r, g in zip(reward, group, strict=True)]
     return [0.0 if math.isnan(r) or not m else (r - m) / m for r, m in scored]
 
@@ -335,18 +372,24 @@ def maxrl(reward: list[float], group: list[int]) -> list[float]:
 def test_maxrl_equals_its_equation_and_masks_what_is_unscored() -> None:
     reward = [1.0, 0.0, NAN, 0.0, 0.0, 0.5, 0.25, 2.0, NAN]
     group = [1, 1, 1, 2, 2, 3, 3, 4, 5]
-    actual = adv.maxrl_advantage(torch.tensor(reward, dtype=torch.float64, requires_grad=True), torch.tensor(group))
+    actual = adv.maxrl_advantage(
+        torch.tensor(reward, dtype=torch.float64, requires_grad=True), torch.tensor(group)
+    )
     assert actual.tolist() == pytest.approx(maxrl(reward, group), rel=1e-14)
     assert not actual.requires_grad
     order = torch.tensor([8, 3, 0, 5, 2, 7, 1, 4, 6])
-    shuffled = adv.maxrl_advantage(torch.tensor(reward, dtype=torch.float64)[order], torch.tensor(group)[order])
+    shuffled = adv.maxrl_advantage(
+        torch.tensor(reward, dtype=torch.float64)[order], torch.tensor(group)[order]
+    )
     torch.testing.assert_close(shuffled, actual[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_maxrl_of_rewards_of_any_size_is_finite(dtype: torch.dtype) -> None:
     for size in (1e-37, 1.0, 1e30):
-        advantage = adv.maxrl_advantage(size * torch.tensor([1.0, 0, 0], dtype=dtype), torch.zeros(3).long())
+        advantage = adv.maxrl_advantage(
+            size * torch.tensor([1.0, 0, 0], dtype=dtype), torch.zeros(3).long()
+        )
         torch.testing.assert_close(advantage, torch.tensor([2.0, -1.0, -1.0], dtype=dtype))
 
 
@@ -363,7 +406,9 @@ def optimal_token(
     """The loop over completions and positions."""
     scored = [not any(map(math.isnan, of)) for of in reward]
     returns = [[math.fsum(of[t:]) for t in range(len(of))] for of in reward]
-    norms = [[1 - 2 * p + s for p, s in zip(*of, strict=True)] for of in zip(pi, squares, strict=True)]
+    norms = [
+        [1 - 2 * p + s for p, s in zip(*of, strict=True)] for of in zip(pi, squares, strict=True)
+    ]
     weights = [[math.fsum(of[: t + 1]) for t in range(len(of))] for of in norms]
     found = []
     for i, of in enumerate(returns):
@@ -371,13 +416,19 @@ def optimal_token(
         for t in range(len(of)):
             reach = [j for j in mates if len(returns[j]) > t]
             total = math.fsum(weights[j][t] for j in reach)
-            baseline = math.fsum(returns[j][t] * weights[j][t] for j in reach) / total if len(reach) > 1 else 0.0
+            baseline = (
+                math.fsum(returns[j][t] * weights[j][t] for j in reach) / total
+                if len(reach) > 1
+                else 0.0
+            )
             found.append(of[t] - baseline if scored[i] and len(mates) > 1 else 0.0)
     return found
 
 
 def token_draw() -> tuple[list[int], list[int], Tensor, Tensor, Tensor]:
-    """Six completions, one of them without a token; group 4 is alone, group 2 has an unscored one."""
+    """Six completions, one of them without a token; group 4 is alone, group 2 has an unscored
+    one.
+    """
     lengths, group = [3, 5, 0, 2, 4, 2, 3], [2, 2, 2, 2, 3, 4, 3]
     generator = torch.Generator().manual_seed(0)
     total = sum(lengths)
@@ -405,7 +456,9 @@ def test_the_optimal_token_baseline_minimizes_the_variance_of_the_gradient() -> 
     score = torch.eye(3, dtype=torch.float64)[action] - pi  # ∂ log π/∂ logits
     one_each = torch.arange(4)
     squares = pi.square().sum().log().expand(4)
-    advantage = adv.optimal_token_advantage(reward, pi[action].log(), squares, one_each, torch.zeros(4).long())
+    advantage = adv.optimal_token_advantage(
+        reward, pi[action].log(), squares, one_each, torch.zeros(4).long()
+    )
     baseline = reward - advantage
     assert torch.allclose(baseline, baseline[0])
 
@@ -418,13 +471,17 @@ def test_the_optimal_token_baseline_minimizes_the_variance_of_the_gradient() -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_optimal_token_baseline_is_finite_and_silent_where_rewards_are_equal(dtype: torch.dtype) -> None:
+def test_the_optimal_token_baseline_is_finite_and_silent_where_rewards_are_equal(
+    dtype: torch.dtype,
+) -> None:
     sequence = torch.tensor([0, 0, 1, 1])
     for logp in (-2000.0, -1e-30, 0.0):
         for end in (0.1, 1e30):
             reward = torch.tensor([0.0, end, 0.0, end], dtype=dtype)
             at = torch.full((4,), logp, dtype=dtype)
-            advantage = adv.optimal_token_advantage(reward, at, 2 * at, sequence, torch.zeros(2).long())
+            advantage = adv.optimal_token_advantage(
+                reward, at, 2 * at, sequence, torch.zeros(2).long()
+            )
             assert advantage.tolist() == [0, 0, 0, 0] and advantage.dtype == dtype
     none = torch.zeros(0, dtype=dtype)
     assert adv.optimal_token_advantage(none, none, none, sequence[:0], sequence[:0]).shape == (0,)
@@ -443,7 +500,10 @@ def test_gdpo_keeps_rewards_apart_that_their_sum_confuses() -> None:
     group = torch.zeros(4, dtype=torch.int64)
     ones = torch.ones(2, dtype=torch.float64)
     assert len(set(adv.group_advantage(adv.weighted_reward(reward, ones), group).tolist())) == 2
-    rare = torch.tensor([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]], dtype=torch.float64)
+    rare = torch.tensor(
+        [[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]],
+        dtype=torch.float64,
+    )
     group = torch.zeros(6, dtype=torch.int64)
     advantage = adv.gdpo_advantage(rare, group, ones)
     assert advantage[3] > advantage[1], "right is rarer than well-formed, so it counts more"
@@ -504,7 +564,9 @@ def naive_penalized(reward: list[float], kl: Tensor, beta: float) -> list[list[f
     return [[-beta * k for k in part[:-1]] + [reward[i] - beta * part[-1]] for i, part in parts]
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (1.0, 0.0), (0.0, 0.9), (0.5, 0.5), (1.0, 0.97)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(0.99, 0.95), (1.0, 1.0), (1.0, 0.0), (0.0, 0.9), (0.5, 0.5), (1.0, 0.97)]
+)
 def test_gae_equals_the_loop_over_tokens(gamma: float, lam: float) -> None:
     reward, value = draw(0), draw(1)
     advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=gamma, lam=lam)
@@ -517,18 +579,24 @@ def test_gae_equals_the_loop_over_tokens(gamma: float, lam: float) -> None:
 def test_gae_at_lambda_1_is_return_minus_value_and_at_0_the_error_of_one_step() -> None:
     reward, value = draw(0), draw(1)
     advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=1.0)
-    to_go = torch.tensor([g for r in completions(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
+    to_go = torch.tensor(
+        [g for r in completions(reward) for g in naive_return(r, 0.9)], dtype=torch.float64
+    )
     torch.testing.assert_close(returns, to_go)
     torch.testing.assert_close(advantage, to_go - value)
     advantage, returns = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=0.0)
-    following = torch.tensor([v for part in completions(value) for v in [*part[1:], 0.0]], dtype=torch.float64)
+    following = torch.tensor(
+        [v for part in completions(value) for v in [*part[1:], 0.0]], dtype=torch.float64
+    )
     torch.testing.assert_close(returns, reward + 0.9 * following)
     torch.testing.assert_close(advantage, reward + 0.9 * following - value)
 
 
 def test_gae_of_the_true_value_is_zero() -> None:
     reward = draw(0)
-    value = torch.tensor([g for r in completions(reward) for g in naive_return(r, 0.9)], dtype=torch.float64)
+    value = torch.tensor(
+        [g for r in completions(reward) for g in naive_return(r, 0.9)], dtype=torch.float64
+    )
     advantage, _ = adv.gae(reward, value, SEQUENCE, gamma=0.9, lam=0.7)
     assert advantage.abs().max() < 1e-13
 
@@ -547,7 +615,11 @@ def test_gae_reaches_to_the_end_of_a_completion_of_any_length(length: int) -> No
     reward = torch.zeros(length, dtype=torch.float64)
     reward[-1] = 1.0
     advantage, _ = adv.gae(
-        reward, torch.zeros_like(reward), torch.zeros(length, dtype=torch.int64), gamma=1.0, lam=0.99
+        reward,
+        torch.zeros_like(reward),
+        torch.zeros(length, dtype=torch.int64),
+        gamma=1.0,
+        lam=0.99,
     )
     expected = [0.99 ** (length - 1 - t) for t in range(length)]
     assert advantage.tolist() == pytest.approx(expected, rel=1e-11)
@@ -579,11 +651,15 @@ def test_gae_of_an_unscored_completion_is_zero_and_its_returns_are_its_values() 
 def test_penalized_rewards_put_the_completions_reward_on_its_last_token() -> None:
     reward = [0.5, 99.0, -2.0, 1.0, 9.0, 9.0, 9.0, NAN, 0.25]  # 1 and 4 to 6 have no tokens
     kl = draw(2)
-    actual = adv.kl_penalized_reward(torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1)
+    actual = adv.kl_penalized_reward(
+        torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1
+    )
     expected = [r for part in naive_penalized(reward, kl, 0.1) for r in part]
     assert actual.tolist() == pytest.approx(expected, rel=1e-15, nan_ok=True)
     assert actual.isnan().sum() == 1
-    plain = adv.kl_penalized_reward(torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.0)
+    plain = adv.kl_penalized_reward(
+        torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.0
+    )
     assert plain[SEQUENCE == 0].tolist() == [0, 0, 0, 0, 0.5]
 
 
@@ -594,11 +670,15 @@ def test_reinforce_plus_plus_whitens_penalized_returns_over_tokens(gamma: float)
     actual = adv.reinforce_plus_plus(
         torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1, gamma=gamma, eps=1e-3
     )
-    expected = z([g for r in naive_penalized(reward, kl, 0.1) for g in naive_return(r, gamma)], eps=1e-3)
+    expected = z(
+        [g for r in naive_penalized(reward, kl, 0.1) for g in naive_return(r, gamma)], eps=1e-3
+    )
     assert actual.tolist() == pytest.approx(expected, rel=1e-11)
     assert not actual[SEQUENCE == 7].any()
     if gamma == 1.0:
-        default = adv.reinforce_plus_plus(torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1)
+        default = adv.reinforce_plus_plus(
+            torch.tensor(reward, dtype=torch.float64), kl, SEQUENCE, beta=0.1
+        )
         torch.testing.assert_close(default, actual, rtol=1e-2, atol=0)
         assert not torch.equal(default, actual)
 
@@ -625,7 +705,8 @@ def test_group_stats_count_what_teaches_nothing() -> None:
     assert stats == {
         "reward": pytest.approx(mean(scored)),
         "reward_std": pytest.approx(std(scored)),
-        "frac_reward_zero_std": pytest.approx(3 / 5),  # -3, 40 and 0, not 7 and 5; 9 has no reward at all
+        # -3, 40 and 0, not 7 and 5; 9 has no reward at all
+        "frac_reward_zero_std": pytest.approx(3 / 5),
         "frac_unscored": pytest.approx(4 / 14),
     }
 
@@ -652,7 +733,10 @@ SORTED = "sequence must be sorted: sort tokens by completion"
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (call(adv.group_advantage, R, G[:2]), f"group_advantage: group {SHAPE.format('reward', 3, 2)}"),
+        (
+            call(adv.group_advantage, R, G[:2]),
+            f"group_advantage: group {SHAPE.format('reward', 3, 2)}",
+        ),
         (call(adv.group_advantage, INFINITE, G), f"group_advantage: {FINITE}"),
         (call(adv.group_advantage, -INFINITE, G), f"group_advantage: {FINITE}"),
         (
@@ -660,18 +744,42 @@ SORTED = "sequence must be sorted: sort tokens by completion"
             "group_advantage: scale must be group, batch or none, got 'std'",
         ),
         *(
-            (call(adv.group_advantage, R, G, eps=eps), f"group_advantage: eps must be >= 0, got {eps}")
+            (
+                call(adv.group_advantage, R, G, eps=eps),
+                f"group_advantage: eps must be >= 0, got {eps}",
+            )
             for eps in (-1e-9, NAN, math.inf)
         ),
-        (call(adv.group_advantage, R, G, scale="batch", eps=-1.0), "group_advantage: eps must be >= 0, got -1.0"),
-        (call(adv.rloo_advantage, R, G[:1]), f"rloo_advantage: group {SHAPE.format('reward', 3, 1)}"),
+        (
+            call(adv.group_advantage, R, G, scale="batch", eps=-1.0),
+            "group_advantage: eps must be >= 0, got -1.0",
+        ),
+        (
+            call(adv.rloo_advantage, R, G[:1]),
+            f"rloo_advantage: group {SHAPE.format('reward', 3, 1)}",
+        ),
         (call(adv.rloo_advantage, INFINITE, G), f"rloo_advantage: {FINITE}"),
-        (call(adv.opo_advantage, R, G, G[:1]), f"opo_advantage: length {SHAPE.format('reward', 3, 1)}"),
-        (call(adv.opo_advantage, R, G[:1], G), f"opo_advantage: group {SHAPE.format('reward', 3, 1)}"),
+        (
+            call(adv.opo_advantage, R, G, G[:1]),
+            f"opo_advantage: length {SHAPE.format('reward', 3, 1)}",
+        ),
+        (
+            call(adv.opo_advantage, R, G[:1], G),
+            f"opo_advantage: group {SHAPE.format('reward', 3, 1)}",
+        ),
         (call(adv.gpg_advantage, R, G[:1]), f"gpg_advantage: group {SHAPE.format('reward', 3, 1)}"),
-        (call(adv.maxrl_advantage, R - 1.5, G), "maxrl_advantage: rewards must be >= 0, got a negative one"),
-        (call(adv.maxrl_advantage, R, G[:1]), f"maxrl_advantage: group {SHAPE.format('reward', 3, 1)}"),
-        (call(adv.remax_advantage, R, R[:1]), f"remax_advantage: greedy_reward {SHAPE.format('reward', 3, 1)}"),
+        (
+            call(adv.maxrl_advantage, R - 1.5, G),
+            "maxrl_advantage: rewards must be >= 0, got a negative one",
+        ),
+        (
+            call(adv.maxrl_advantage, R, G[:1]),
+            f"maxrl_advantage: group {SHAPE.format('reward', 3, 1)}",
+        ),
+        (
+            call(adv.remax_advantage, R, R[:1]),
+            f"remax_advantage: greedy_reward {SHAPE.format('reward', 3, 1)}",
+        ),
         (call(adv.remax_advantage, R, INFINITE), f"remax_advantage: {FINITE}"),
         (
             call(adv.max_at_k_advantage, R, G, k=1),
@@ -681,9 +789,18 @@ SORTED = "sequence must be sorted: sort tokens by completion"
             call(adv.optimal_token_advantage, R, R[:1], R, S, G[:2]),
             f"optimal_token_advantage: logp {SHAPE.format('sequence', 3, 1)}",
         ),
-        (call(adv.optimal_token_advantage, R, R, R, UNSORTED, G[:2]), f"optimal_token_advantage: {SORTED}"),
-        (call(adv.optimal_token_advantage, INFINITE, R, R, S, G[:2]), f"optimal_token_advantage: {FINITE}"),
-        (call(adv.gae, R[:2], R, S, gamma=1.0, lam=1.0), f"gae: reward {SHAPE.format('sequence', 3, 2)}"),
+        (
+            call(adv.optimal_token_advantage, R, R, R, UNSORTED, G[:2]),
+            f"optimal_token_advantage: {SORTED}",
+        ),
+        (
+            call(adv.optimal_token_advantage, INFINITE, R, R, S, G[:2]),
+            f"optimal_token_advantage: {FINITE}",
+        ),
+        (
+            call(adv.gae, R[:2], R, S, gamma=1.0, lam=1.0),
+            f"gae: reward {SHAPE.format('sequence', 3, 2)}",
+        ),
         (call(adv.whiten, INFINITE), f"whiten: {FINITE}"),
         (call(adv.whiten, R, eps=-1.0), "whiten: eps must be >= 0, got -1.0"),
         (
@@ -695,11 +812,21 @@ SORTED = "sequence must be sorted: sort tokens by completion"
             "gdpo_advantage: reward must be [completions, rewards] with one weight per reward, got [3] and [0]",
         ),
         (call(adv.gdpo_advantage, INFINITE[:, None], G, R[:1]), f"gdpo_advantage: {FINITE}"),
-        (call(adv.gae, R, R[:2], S, gamma=1.0, lam=1.0), f"gae: value {SHAPE.format('sequence', 3, 2)}"),
+        (
+            call(adv.gae, R, R[:2], S, gamma=1.0, lam=1.0),
+            f"gae: value {SHAPE.format('sequence', 3, 2)}",
+        ),
         (call(adv.gae, R, R, UNSORTED, gamma=1.0, lam=1.0), f"gae: {SORTED}"),
         *(
-            (call(adv.gae, R, R, S, gamma=gamma, lam=lam), f"gae: {name} must be in [0, 1], got {got}")
-            for gamma, lam, name, got in ((1.5, 1.0, "gamma", 1.5), (1.0, -0.1, "lam", -0.1), (NAN, 1.0, "gamma", NAN))
+            (
+                call(adv.gae, R, R, S, gamma=gamma, lam=lam),
+                f"gae: {name} must be in [0, 1], got {got}",
+            )
+            for gamma, lam, name, got in (
+                (1.5, 1.0, "gamma", 1.5),
+                (1.0, -0.1, "lam", -0.1),
+                (NAN, 1.0, "gamma", NAN),
+            )
         ),
         (
             call(adv.kl_penalized_reward, R, R[:1], S, beta=0.1),
@@ -708,7 +835,10 @@ SORTED = "sequence must be sorted: sort tokens by completion"
         (call(adv.kl_penalized_reward, R, R, UNSORTED, beta=0.1), f"kl_penalized_reward: {SORTED}"),
         (call(adv.kl_penalized_reward, INFINITE, R, S, beta=0.1), f"kl_penalized_reward: {FINITE}"),
         *(
-            (call(adv.kl_penalized_reward, R, R, S, beta=beta), f"kl_penalized_reward: beta must be >= 0, got {beta}")
+            (
+                call(adv.kl_penalized_reward, R, R, S, beta=beta),
+                f"kl_penalized_reward: beta must be >= 0, got {beta}",
+            )
             for beta in (-0.1, NAN, math.inf)
         ),
         (
@@ -732,5 +862,8 @@ def test_errors_name_the_function_and_what_it_got(
 
 @pytest.mark.parametrize("reward", [torch.tensor([1, 0]), torch.tensor([True, False])], ids=str)
 def test_rewards_that_are_no_floats_are_refused_by_their_type(reward: Tensor) -> None:
-    with pytest.raises(ValueError, match=rf"whiten: values must be floats, got {reward.dtype}; convert them"):
-        adv._check("whiten", reward)  # the suite checks the types of arguments before a function can
+    with pytest.raises(
+        ValueError, match=rf"whiten: values must be floats, got {reward.dtype}; convert them"
+    ):
+        # the suite checks the types of arguments before a function can
+        adv._check("whiten", reward)

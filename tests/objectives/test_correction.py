@@ -1,4 +1,6 @@
-"""Weights, masks and mismatch diagnostics against Python loops over tokens, and what they are worth."""
+"""Weights, masks and mismatch diagnostics against Python loops over tokens, and what they are
+worth.
+"""
 
 import math
 from collections.abc import Callable
@@ -39,7 +41,9 @@ def clamp(x: float) -> float:
     return min(max(x, -20.0), 20.0)
 
 
-LOG_RATIOS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[float]], list[float]]]] = {
+LOG_RATIOS: dict[
+    str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[float]], list[float]]]
+] = {
     "token_log_ratio": (co.token_log_ratio, lambda w: [clamp(x) for x in w]),
     "sequence_log_ratio": (
         lambda old, mu: co.sequence_log_ratio(old, mu, SEQUENCE),
@@ -77,7 +81,9 @@ def test_log_ratios_equal_their_equation_and_carry_no_gradient(name: str) -> Non
     function, equation = LOG_RATIOS[name]
     old, behavior = logps()
     actual = function(old, behavior)
-    assert actual.tolist() == pytest.approx(equation(differences(old, behavior)), rel=1e-12, abs=1e-14)
+    assert actual.tolist() == pytest.approx(
+        equation(differences(old, behavior)), rel=1e-12, abs=1e-14
+    )
     assert not actual.requires_grad
 
 
@@ -87,7 +93,9 @@ def test_a_token_of_unknown_behavior_counts_as_on_policy(name: str) -> None:
     old, behavior = logps()
     gaps = behavior.detach().clone()
     gaps[[1, 4]] = NAN
-    assert function(old, gaps).tolist() == pytest.approx(equation(differences(old, gaps)), rel=1e-12, abs=1e-14)
+    assert function(old, gaps).tolist() == pytest.approx(
+        equation(differences(old, gaps)), rel=1e-12, abs=1e-14
+    )
     broken = old.detach().clone()
     broken[0] = NAN  # of the trainer's own log-prob, on the other hand, a NaN must not vanish
     assert function(broken, behavior)[0].isnan()
@@ -117,12 +125,18 @@ def test_a_completion_depends_on_no_other(name: str) -> None:
     assert (before[SEQUENCE == 3] != after[SEQUENCE == 3]).all()
 
 
-def test_the_geometric_mean_of_a_completion_twice_as_long_is_the_same_and_the_product_its_square() -> None:
+def test_the_geometric_mean_of_a_completion_twice_as_long_is_the_same_and_the_product_its_square() -> (
+    None
+):
     old, behavior = (x.detach()[:4] for x in logps())
     one, two = torch.zeros(4, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
     twice = old.repeat(2), behavior.repeat(2)
-    torch.testing.assert_close(co.geometric_log_ratio(*twice, two)[:4], co.geometric_log_ratio(old, behavior, one))
-    torch.testing.assert_close(co.sequence_log_ratio(*twice, two)[:4], 2 * co.sequence_log_ratio(old, behavior, one))
+    torch.testing.assert_close(
+        co.geometric_log_ratio(*twice, two)[:4], co.geometric_log_ratio(old, behavior, one)
+    )
+    torch.testing.assert_close(
+        co.sequence_log_ratio(*twice, two)[:4], 2 * co.sequence_log_ratio(old, behavior, one)
+    )
 
 
 @weights
@@ -165,23 +179,32 @@ def test_the_untruncated_weight_makes_a_mean_over_samples_one_over_the_policy() 
     value = torch.tensor([1.0, -2.0, 5.0])
     weight = co.truncated_importance(co.token_log_ratio(p.log(), mu.log()), cap=1e6)
     torch.testing.assert_close((mu * weight * value).sum(), (p * value).sum())
-    torch.testing.assert_close((mu * co.decoupled_ratio(p.log(), mu.log()) * value).sum(), (p * value).sum())
+    torch.testing.assert_close(
+        (mu * co.decoupled_ratio(p.log(), mu.log()) * value).sum(), (p * value).sum()
+    )
 
 
 def test_decoupled_ratio_leaves_out_tokens_above_its_cap() -> None:
     old, behavior = logps()
     ratio = [math.exp(w) for w in differences(old, behavior)]
     assert co.decoupled_ratio(old, behavior).tolist() == pytest.approx(ratio)
-    assert co.decoupled_ratio(old, behavior, cap=1.2).tolist() == pytest.approx([p if p <= 1.2 else 0 for p in ratio])
+    assert co.decoupled_ratio(old, behavior, cap=1.2).tolist() == pytest.approx(
+        [p if p <= 1.2 else 0 for p in ratio]
+    )
     assert not co.decoupled_ratio(old, behavior).requires_grad
-    assert co.decoupled_ratio(old, behavior, cap=0.3).tolist() == pytest.approx([p if p <= 0.3 else 0 for p in ratio])
+    assert co.decoupled_ratio(old, behavior, cap=0.3).tolist() == pytest.approx(
+        [p if p <= 0.3 else 0 for p in ratio]
+    )
     assert co.decoupled_ratio(old - 2000, behavior).max() < 1e-8
 
 
 def naive_off_policy(logp: Tensor, behavior: Tensor, threshold: float) -> list[float]:
     drift = of_completions(differences(logp, behavior), lambda y: -math.fsum(y) / len(y))
     advantage = ADVANTAGE.tolist()
-    return [float(advantage[i] >= 0 or d <= threshold) for i, d in zip(SEQUENCE.tolist(), drift, strict=True)]
+    return [
+        float(advantage[i] >= 0 or d <= threshold)
+        for i, d in zip(SEQUENCE.tolist(), drift, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("threshold", [-0.5, 0.0, 0.1, 0.4, INF])
@@ -202,10 +225,17 @@ def test_off_policy_mask_looks_at_the_direction_of_the_drift_and_includes_its_th
     behavior = torch.zeros(TOKENS, dtype=torch.float64)
     bad = -torch.ones(6, dtype=torch.float64)
     one = [1.0] * TOKENS
-    assert co.off_policy_mask(behavior - 0.25, behavior, bad, SEQUENCE, threshold=0.25).tolist() == one
+    assert (
+        co.off_policy_mask(behavior - 0.25, behavior, bad, SEQUENCE, threshold=0.25).tolist() == one
+    )
     assert co.off_policy_mask(behavior - 0.26, behavior, bad, SEQUENCE, threshold=0.25).sum() == 0
-    assert co.off_policy_mask(behavior + 9.0, behavior, bad, SEQUENCE, threshold=0.25).tolist() == one
-    assert co.off_policy_mask(behavior - 0.26, behavior, 0 * bad, SEQUENCE, threshold=0.25).tolist() == one
+    assert (
+        co.off_policy_mask(behavior + 9.0, behavior, bad, SEQUENCE, threshold=0.25).tolist() == one
+    )
+    assert (
+        co.off_policy_mask(behavior - 0.26, behavior, 0 * bad, SEQUENCE, threshold=0.25).tolist()
+        == one
+    )
     unknown = torch.where(SEQUENCE == 3, NAN, behavior)
     known = co.off_policy_mask(behavior - 2000.0, unknown, bad, SEQUENCE, threshold=0.25)
     assert torch.equal(known == 1, SEQUENCE == 3)
@@ -222,13 +252,23 @@ def test_one_impossible_token_vetoes_its_completion() -> None:
     edge = torch.zeros(TOKENS, dtype=torch.float64)
     edge[0] = math.log(0.25)
     assert co.veto_mask(edge, torch.zeros_like(edge), SEQUENCE, threshold=0.25).all()
-    assert co.veto_mask(edge, torch.zeros_like(edge), SEQUENCE, threshold=0.26).tolist() == [0.0] * 3 + [1.0] * 10
-    assert mask.dtype == torch.float64 and not co.veto_mask(old, behavior, SEQUENCE, threshold=0.5).requires_grad
+    assert (
+        co.veto_mask(edge, torch.zeros_like(edge), SEQUENCE, threshold=0.26).tolist()
+        == [0.0] * 3 + [1.0] * 10
+    )
+    assert (
+        mask.dtype == torch.float64
+        and not co.veto_mask(old, behavior, SEQUENCE, threshold=0.5).requires_grad
+    )
 
 
 def naive_m2po(w: list[float], advantage: list[float], threshold: float) -> list[float]:
     """The algorithm as the paper tells it: take away the largest one by one."""
-    rest = [t for t, (x, a) in enumerate(zip(w, advantage, strict=True)) if (a > 0 and x > 0) or (a < 0 and x < 0)]
+    rest = [
+        t
+        for t, (x, a) in enumerate(zip(w, advantage, strict=True))
+        if (a > 0 and x > 0) or (a < 0 and x < 0)
+    ]
     mask = [1.0] * len(w)
     while rest and math.fsum(w[t] ** 2 for t in rest) / len(rest) > threshold:
         largest = max(rest, key=lambda t: w[t] ** 2)
@@ -242,9 +282,13 @@ def test_m2po_mask_takes_away_outliers_one_by_one(threshold: float) -> None:
     masked = 0.0
     for seed in range(8):
         logp, behavior = logps(seed)
-        advantage = ADVANTAGE[SEQUENCE] + torch.randn(TOKENS, generator=torch.Generator().manual_seed(seed))
+        advantage = ADVANTAGE[SEQUENCE] + torch.randn(
+            TOKENS, generator=torch.Generator().manual_seed(seed)
+        )
         mask = co.m2po_mask(logp, behavior, advantage, threshold=threshold)
-        assert mask.tolist() == naive_m2po(differences(logp, behavior), advantage.tolist(), threshold)
+        assert mask.tolist() == naive_m2po(
+            differences(logp, behavior), advantage.tolist(), threshold
+        )
         assert mask.dtype == torch.float64 and not mask.requires_grad
         masked += (1 - mask).sum().item()
     assert (masked > 0) == (threshold < 1e9)
@@ -253,12 +297,18 @@ def test_m2po_mask_takes_away_outliers_one_by_one(threshold: float) -> None:
 def test_m2po_mask_has_the_paper_s_threshold_and_keeps_what_just_meets_it() -> None:
     w = torch.tensor([0.125, 0.25, 0.375, 0.5], dtype=torch.float64)
     zero, up = torch.zeros_like(w), torch.ones_like(w)
-    assert co.m2po_mask(w, zero, up).tolist() == [1, 1, 0, 0]  # means of squares: 1/64, 5/128, 14/192, 30/256
+    # means of squares: 1/64, 5/128, 14/192, 30/256
+    assert co.m2po_mask(w, zero, up).tolist() == [1, 1, 0, 0]
     assert co.m2po_mask(w, zero, up, threshold=14 / 192).tolist() == [1, 1, 1, 0]
     assert co.m2po_mask(w, zero, -up, threshold=1e-9).tolist() == [1, 1, 1, 1]
     assert co.m2po_mask(-w, zero, -up).tolist() == [1, 1, 0, 0]
     unmoved = torch.zeros(100, dtype=torch.float64)
-    assert co.m2po_mask(*(torch.cat(x) for x in ((w, unmoved), (zero, unmoved), (up, unmoved + 1)))).sum() == 102
+    assert (
+        co.m2po_mask(
+            *(torch.cat(x) for x in ((w, unmoved), (zero, unmoved), (up, unmoved + 1)))
+        ).sum()
+        == 102
+    )
     assert co.m2po_mask(w, zero, zero, threshold=1e-9).tolist() == [1, 1, 1, 1]
     assert co.m2po_mask(w[:0], zero[:0], up[:0]).tolist() == []
     far = torch.tensor([2000.0, -2000.0, 0.1])
@@ -277,7 +327,12 @@ def test_m2po_mask_does_not_depend_on_the_order_of_tokens_even_among_equals() ->
 
 
 def test_total_variation_mask_stops_tokens_that_moved_far_where_they_were_sent() -> None:
-    grid = [(p, mu, a) for p in (0.05, 0.3, 0.6, 0.9) for mu in (0.1, 0.45, 0.9) for a in (-1.0, 0.0, 2.0)]
+    grid = [
+        (p, mu, a)
+        for p in (0.05, 0.3, 0.6, 0.9)
+        for mu in (0.1, 0.45, 0.9)
+        for a in (-1.0, 0.0, 2.0)
+    ]
     p, mu, a = (torch.tensor(x, dtype=torch.float64) for x in zip(*grid, strict=True))
     logp = p.log().requires_grad_()
     mask = co.total_variation_mask(logp, mu.log(), a, low=0.3, high=0.2)
@@ -286,11 +341,33 @@ def test_total_variation_mask_stops_tokens_that_moved_far_where_they_were_sent()
     assert any(stopped) and mask.dtype == torch.float64 and not mask.requires_grad
     # unlike a ratio's clip, it lets rare tokens grow a hundredfold
     rare = torch.tensor([1e-4]).log()
-    assert co.total_variation_mask(rare + math.log(100), rare, torch.ones(1), low=0.2, high=0.2) == 1
-    assert co.total_variation_mask(torch.zeros(1), torch.tensor([NAN]), torch.ones(1), low=0.0, high=0.0) == 1
-    assert co.total_variation_mask(torch.zeros(1), torch.full((1,), -2000.0), torch.ones(1), low=0.0, high=0.5) == 0
-    assert co.total_variation_mask(torch.zeros(1), torch.full((1,), -2000.0), torch.ones(1), low=0.0, high=1.0) == 1
-    assert co.total_variation_mask(torch.full((1,), -2000.0), torch.zeros(1), -torch.ones(1), low=1.0, high=0.0) == 1
+    assert (
+        co.total_variation_mask(rare + math.log(100), rare, torch.ones(1), low=0.2, high=0.2) == 1
+    )
+    assert (
+        co.total_variation_mask(
+            torch.zeros(1), torch.tensor([NAN]), torch.ones(1), low=0.0, high=0.0
+        )
+        == 1
+    )
+    assert (
+        co.total_variation_mask(
+            torch.zeros(1), torch.full((1,), -2000.0), torch.ones(1), low=0.0, high=0.5
+        )
+        == 0
+    )
+    assert (
+        co.total_variation_mask(
+            torch.zeros(1), torch.full((1,), -2000.0), torch.ones(1), low=0.0, high=1.0
+        )
+        == 1
+    )
+    assert (
+        co.total_variation_mask(
+            torch.full((1,), -2000.0), torch.zeros(1), -torch.ones(1), low=1.0, high=0.0
+        )
+        == 1
+    )
 
 
 def test_mismatch_equals_its_equations() -> None:
@@ -312,7 +389,9 @@ def test_mismatch_equals_its_equations() -> None:
 
 def test_mismatch_of_two_distributions_averages_to_their_divergences() -> None:
     p, mu = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
-    mean = {name: (mu * x).sum().item() for name, x in co.sampler_mismatch(p.log(), mu.log()).items()}
+    mean = {
+        name: (mu * x).sum().item() for name, x in co.sampler_mismatch(p.log(), mu.log()).items()
+    }
     kl = (mu * (mu / p).log()).sum().item()
     assert mean["sampling/importance_ratio"] == pytest.approx(1)
     assert mean["sampling/kl"] == pytest.approx(kl, rel=1e-6)
@@ -328,7 +407,9 @@ def test_mismatch_is_finite_far_away_exact_close_by_and_loud_about_nan() -> None
     close = co.sampler_mismatch(torch.tensor([1e-4]), torch.zeros(1))
     assert close["sampling/chi_square"].item() == pytest.approx(2e-4, rel=1e-3)
     assert (close["sampling/kl_k3"] >= 0).all()
-    assert all(x.isnan().all() for x in co.sampler_mismatch(torch.zeros(1), torch.tensor([NAN])).values())
+    assert all(
+        x.isnan().all() for x in co.sampler_mismatch(torch.zeros(1), torch.tensor([NAN])).values()
+    )
 
 
 def test_bound_stats_tell_what_a_mask_took() -> None:
@@ -392,12 +473,27 @@ def shape(name: str, first: str) -> str:
     ("wrong", "message"),
     [
         (call(co.token_log_ratio, X, X[:2]), f"token_log_ratio: {shape('behavior_logp', 'logp')}"),
-        (call(co.sequence_log_ratio, X, X[:2], S), f"sequence_log_ratio: {shape('behavior_logp', 'logp')}"),
-        (call(co.sequence_log_ratio, X, X, S[:2]), f"sequence_log_ratio: {shape('sequence', 'old_logp')}"),
-        (call(co.geometric_log_ratio, X, X[:2], S), f"geometric_log_ratio: {shape('behavior_logp', 'logp')}"),
-        (call(co.geometric_log_ratio, X, X, S[:2]), f"geometric_log_ratio: {shape('sequence', 'old_logp')}"),
+        (
+            call(co.sequence_log_ratio, X, X[:2], S),
+            f"sequence_log_ratio: {shape('behavior_logp', 'logp')}",
+        ),
+        (
+            call(co.sequence_log_ratio, X, X, S[:2]),
+            f"sequence_log_ratio: {shape('sequence', 'old_logp')}",
+        ),
+        (
+            call(co.geometric_log_ratio, X, X[:2], S),
+            f"geometric_log_ratio: {shape('behavior_logp', 'logp')}",
+        ),
+        (
+            call(co.geometric_log_ratio, X, X, S[:2]),
+            f"geometric_log_ratio: {shape('sequence', 'old_logp')}",
+        ),
         *(
-            (call(co.truncated_importance, X, cap=cap), f"truncated_importance: cap must be > 0, got {cap}")
+            (
+                call(co.truncated_importance, X, cap=cap),
+                f"truncated_importance: cap must be > 0, got {cap}",
+            )
             for cap in (0.0, -1.0, NAN)
         ),
         *(
@@ -415,19 +511,37 @@ def shape(name: str, first: str) -> str:
             for function in (co.masked_importance, co.importance_mask, co.bound_stats)
             for low, high in ((2.0, 1.0), (-0.1, 1.0), (0.5, NAN))
         ),
-        (call(co.decoupled_ratio, X, X[:2]), f"decoupled_ratio: {shape('behavior_logp', 'proximal_logp')}"),
+        (
+            call(co.decoupled_ratio, X, X[:2]),
+            f"decoupled_ratio: {shape('behavior_logp', 'proximal_logp')}",
+        ),
         *(
-            (call(co.decoupled_ratio, X, X, cap=cap), f"decoupled_ratio: cap must be > 0, got {cap}")
+            (
+                call(co.decoupled_ratio, X, X, cap=cap),
+                f"decoupled_ratio: cap must be > 0, got {cap}",
+            )
             for cap in (0.0, NAN)
         ),
         (
             call(co.off_policy_mask, X, X[:2], X, S, threshold=0.1),
             f"off_policy_mask: {shape('behavior_logp', 'logp')}",
         ),
-        (call(co.off_policy_mask, X, X, X, S[:2], threshold=0.1), f"off_policy_mask: {shape('sequence', 'logp')}"),
-        (call(co.off_policy_mask, X, X, X, S, threshold=NAN), "off_policy_mask: threshold must be a number, got nan"),
-        (call(co.veto_mask, X, X[:2], S, threshold=0.1), f"veto_mask: {shape('behavior_logp', 'logp')}"),
-        (call(co.veto_mask, X, X, S[:2], threshold=0.1), f"veto_mask: {shape('sequence', 'old_logp')}"),
+        (
+            call(co.off_policy_mask, X, X, X, S[:2], threshold=0.1),
+            f"off_policy_mask: {shape('sequence', 'logp')}",
+        ),
+        (
+            call(co.off_policy_mask, X, X, X, S, threshold=NAN),
+            "off_policy_mask: threshold must be a number, got nan",
+        ),
+        (
+            call(co.veto_mask, X, X[:2], S, threshold=0.1),
+            f"veto_mask: {shape('behavior_logp', 'logp')}",
+        ),
+        (
+            call(co.veto_mask, X, X, S[:2], threshold=0.1),
+            f"veto_mask: {shape('sequence', 'old_logp')}",
+        ),
         (call(co.veto_mask, X, X, S, threshold=0.0), "veto_mask: threshold must be > 0, got 0.0"),
         (call(co.m2po_mask, X, X[:2], X), f"m2po_mask: {shape('behavior_logp', 'logp')}"),
         (call(co.m2po_mask, X, X, X[:2]), f"m2po_mask: {shape('advantage', 'logp')}"),
@@ -445,9 +559,16 @@ def shape(name: str, first: str) -> str:
                 call(co.total_variation_mask, X, X, X, low=low, high=high),
                 f"total_variation_mask: {name} must be in [0, 1], got {got}",
             )
-            for low, high, name, got in ((-0.1, 0.2, "low", -0.1), (0.2, 1.1, "high", 1.1), (NAN, 0.2, "low", NAN))
+            for low, high, name, got in (
+                (-0.1, 0.2, "low", -0.1),
+                (0.2, 1.1, "high", 1.1),
+                (NAN, 0.2, "low", NAN),
+            )
         ),
-        (call(co.sampler_mismatch, X, X[:2]), f"sampler_mismatch: {shape('behavior_logp', 'old_logp')}"),
+        (
+            call(co.sampler_mismatch, X, X[:2]),
+            f"sampler_mismatch: {shape('behavior_logp', 'old_logp')}",
+        ),
         *(
             (
                 call(co.effective_sample_size, torch.tensor([1.0, bad])),

@@ -1,4 +1,6 @@
-"""Entropy control by covariance: which tokens, how many of them, what it does to the entropy, and what is refused."""
+"""Entropy control by covariance: which tokens, how many of them, what it does to the entropy, and
+what is refused.
+"""
 
 import math
 from typing import Any
@@ -23,7 +25,9 @@ UNIFORM = torch.rand(200, generator=torch.Generator().manual_seed(2), dtype=torc
 def test_the_covariance_of_a_token_equals_its_equation() -> None:
     logp, advantage = LOGP.tolist(), ADVANTAGE.tolist()
     mean_logp, mean_advantage = math.fsum(logp) / 200, math.fsum(advantage) / 200
-    expected = [(p - mean_logp) * (a - mean_advantage) for p, a in zip(logp, advantage, strict=True)]
+    expected = [
+        (p - mean_logp) * (a - mean_advantage) for p, a in zip(logp, advantage, strict=True)
+    ]
     assert COVARIANCE.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
     joint = torch.cov(torch.stack([LOGP, ADVANTAGE]), correction=0)[0, 1]
     torch.testing.assert_close(COVARIANCE.mean(), joint)
@@ -113,12 +117,16 @@ def test_kl_cov_equals_its_equation(far: bool) -> None:
     logp = logp.clone().requires_grad_()
     loss, stats = cov.kl_cov(logp, old, ADVANTAGE, penalized, beta=0.3)
     (slope,) = torch.autograd.grad(loss.sum(), logp)
-    arguments = zip(logp.tolist(), old.tolist(), ADVANTAGE.tolist(), penalized.tolist(), strict=True)
+    arguments = zip(
+        logp.tolist(), old.tolist(), ADVANTAGE.tolist(), penalized.tolist(), strict=True
+    )
     expected = [equation(*x) for x in arguments]
     assert loss.tolist() == pytest.approx([float(x) for x, _ in expected], rel=1e-12, abs=1e-14)
     assert slope.tolist() == pytest.approx([float(x) for _, x in expected], rel=1e-12, abs=1e-14)
     assert list(stats) == ["ratio", "kl_cov/penalty"]
-    torch.testing.assert_close(stats["kl_cov/penalty"], penalized * 0.3 * (logp - old).abs().detach())
+    torch.testing.assert_close(
+        stats["kl_cov/penalty"], penalized * 0.3 * (logp - old).abs().detach()
+    )
     assert all(not stat.requires_grad and stat.shape == loss.shape for stat in stats.values())
 
 
@@ -127,7 +135,9 @@ def test_kl_cov_is_finite_everywhere(dtype: torch.dtype) -> None:
     values = torch.tensor([-12000.0, -50.0, -1e-7, 0.0], dtype=dtype)
     logp, old = (x.flatten() for x in torch.meshgrid(values, values, indexing="ij"))
     logp.requires_grad_()
-    loss, stats = cov.kl_cov(logp, old, torch.full_like(old, -3.0), torch.ones(16, dtype=torch.bool))
+    loss, stats = cov.kl_cov(
+        logp, old, torch.full_like(old, -3.0), torch.ones(16, dtype=torch.bool)
+    )
     (slope,) = torch.autograd.grad(loss.sum(), logp)
     assert all(x.isfinite().all() and x.dtype == dtype for x in (loss, slope, *stats.values()))
 
@@ -151,7 +161,9 @@ def test_the_penalty_of_kl_cov_has_a_coefficient_of_one_and_bounds_may_be_equal(
 def test_gradcheck() -> None:
     logp = (LOGP[:20] - 1).requires_grad_()  # off the kink
     penalized = torch.arange(20) % 2 == 0
-    assert torch.autograd.gradcheck(lambda x: cov.kl_cov(x, LOGP[:20], ADVANTAGE[:20], penalized)[0], logp)
+    assert torch.autograd.gradcheck(
+        lambda x: cov.kl_cov(x, LOGP[:20], ADVANTAGE[:20], penalized)[0], logp
+    )
 
 
 ONE = torch.zeros(1)
@@ -164,7 +176,10 @@ ONE = torch.zeros(1)
             lambda: cov.token_covariance(ONE, torch.zeros(2)),
             "token_covariance: advantage must have the shape of logp, [1], got [2]",
         ),
-        (lambda: cov.clip_cov_mask(ONE, ONE, share=1.5), "clip_cov_mask: share must be in [0, 1], got 1.5"),
+        (
+            lambda: cov.clip_cov_mask(ONE, ONE, share=1.5),
+            "clip_cov_mask: share must be in [0, 1], got 1.5",
+        ),
         (
             lambda: cov.clip_cov_mask(ONE, torch.zeros(2)),
             "clip_cov_mask: draw must have the shape of covariance, [1], got [2]",
@@ -173,19 +188,27 @@ ONE = torch.zeros(1)
             lambda: cov.clip_cov_mask(ONE, ONE, low=6.0),
             "clip_cov_mask: bounds must be low <= high, got 6.0 and 5.0",
         ),
-        (lambda: cov.kl_cov_mask(ONE, share=-0.1), "kl_cov_mask: share must be in [0, 1], got -0.1"),
+        (
+            lambda: cov.kl_cov_mask(ONE, share=-0.1),
+            "kl_cov_mask: share must be in [0, 1], got -0.1",
+        ),
         (
             lambda: cov.kl_cov(ONE, ONE, ONE, ONE > 0, beta=0.0),
             "kl_cov: beta must be > 0, got 0.0",
         ),
-        (lambda: cov.kl_cov(ONE, ONE, ONE, ONE), "kl_cov: penalized must be a Bool tensor, got torch.float32"),
+        (
+            lambda: cov.kl_cov(ONE, ONE, ONE, ONE),
+            "kl_cov: penalized must be a Bool tensor, got torch.float32",
+        ),
         (
             lambda: cov.kl_cov(ONE, ONE, ONE, torch.zeros(2, dtype=torch.bool)),
             "kl_cov: penalized must have the shape of logp, [1], got [2]",
         ),
     ],
 )
-def test_errors_name_the_function_and_what_it_got(wrong: Any, message: str, as_users_run_it: None) -> None:
+def test_errors_name_the_function_and_what_it_got(
+    wrong: Any, message: str, as_users_run_it: None
+) -> None:
     with pytest.raises(ValueError) as error:
         wrong()
     assert str(error.value) == message

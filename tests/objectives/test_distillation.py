@@ -1,4 +1,6 @@
-"""Divergences between next-token distributions, and objectives on sampled tokens that estimate them."""
+"""Divergences between next-token distributions, and objectives on sampled tokens that estimate
+them.
+"""
 
 import itertools
 import math
@@ -30,7 +32,9 @@ def mixed(share: float, p: Distribution, q: Distribution) -> Distribution:
 
 
 def jsd(share: float) -> Callable[[Distribution, Distribution], mpf]:
-    return lambda s, t: mpf(share) * kl(t, mixed(share, t, s)) + (1 - mpf(share)) * kl(s, mixed(share, t, s))
+    return lambda s, t: (
+        mpf(share) * kl(t, mixed(share, t, s)) + (1 - mpf(share)) * kl(s, mixed(share, t, s))
+    )
 
 
 def alpha_beta(alpha: float, beta: float) -> Callable[[Distribution, Distribution], mpf]:
@@ -46,9 +50,18 @@ Divergence = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 BOUNDED: dict[str, tuple[Divergence, Callable[[Distribution, Distribution], mpf]]] = {
     "jsd-0.1": (lambda s, t: ds.generalized_jsd(s, t, beta=0.1), jsd(0.1)),
     "jsd-0.5": (lambda s, t: ds.generalized_jsd(s, t, beta=0.5), jsd(0.5)),
-    "skew_forward": (lambda s, t: ds.skew_forward_kl(s, t, alpha=0.2), lambda s, t: kl(t, mixed(0.2, t, s))),
-    "skew_reverse": (lambda s, t: ds.skew_reverse_kl(s, t, alpha=0.2), lambda s, t: kl(s, mixed(0.2, s, t))),
-    "alpha_beta": (lambda s, t: ds.alpha_beta_divergence(s, t, alpha=0.25, beta=0.75), alpha_beta(0.25, 0.75)),
+    "skew_forward": (
+        lambda s, t: ds.skew_forward_kl(s, t, alpha=0.2),
+        lambda s, t: kl(t, mixed(0.2, t, s)),
+    ),
+    "skew_reverse": (
+        lambda s, t: ds.skew_reverse_kl(s, t, alpha=0.2),
+        lambda s, t: kl(s, mixed(0.2, s, t)),
+    ),
+    "alpha_beta": (
+        lambda s, t: ds.alpha_beta_divergence(s, t, alpha=0.25, beta=0.75),
+        alpha_beta(0.25, 0.75),
+    ),
 }
 DIVERGENCES = BOUNDED | {
     "forward": (ds.forward_kl, lambda s, t: kl(t, s)),
@@ -93,7 +106,9 @@ def test_divergence_and_gradient_equal_the_equation(name: str) -> None:
             def moved(z: mpf, s: list[float] = s, t: list[float] = t, v: int = v) -> mpf:
                 return equation(distribution([*s[:v], z, *s[v + 1 :]]), distribution(t))
 
-            assert slope[row][v] == pytest.approx(float(mp.diff(moved, mpf(s[v]))), rel=1e-10, abs=1e-14)
+            assert slope[row][v] == pytest.approx(
+                float(mp.diff(moved, mpf(s[v]))), rel=1e-10, abs=1e-14
+            )
 
 
 @every
@@ -109,8 +124,12 @@ def test_positions_do_not_interact_and_may_have_any_shape(name: str) -> None:
     student, teacher = (x.log_softmax(-1) for x in logits(2, 3, 4))
     loss, _ = divergence(student, teacher)
     assert loss.shape == (2, 3)
-    torch.testing.assert_close(loss[1, 2], divergence(student[1, 2], teacher[1, 2])[0], rtol=1e-14, atol=0)
-    jacobian = torch.autograd.functional.jacobian(lambda s: divergence(s, teacher[0])[0], student[0])
+    torch.testing.assert_close(
+        loss[1, 2], divergence(student[1, 2], teacher[1, 2])[0], rtol=1e-14, atol=0
+    )
+    jacobian = torch.autograd.functional.jacobian(
+        lambda s: divergence(s, teacher[0])[0], student[0]
+    )
     assert not jacobian[~torch.eye(3, dtype=torch.bool)].any()
     assert divergence(student[:0], teacher[:0])[0].shape == (0, 3)
 
@@ -151,7 +170,10 @@ def test_value_and_gradient_are_finite_at_log_probabilities_of_minus_ten_thousan
     divergence, _ = DIVERGENCES[name]
     corners = [[0.0, -2000.0, -1e4], [-2000.0, 0.0, -50.0], [-1e-7, -16.0, -1e4], [-1e4, -1e4, 0.0]]
     student, teacher = zip(*itertools.product(corners, repeat=2), strict=True)
-    s, t = torch.tensor(student, dtype=dtype, requires_grad=True), torch.tensor(teacher, dtype=dtype)
+    s, t = (
+        torch.tensor(student, dtype=dtype, requires_grad=True),
+        torch.tensor(teacher, dtype=dtype),
+    )
     loss, _ = divergence(s, t)
     assert loss.dtype == dtype
     assert loss.isfinite().all() and gradient(loss, s).isfinite().all()
@@ -184,7 +206,10 @@ def test_kl_is_infinite_only_where_it_is_by_definition() -> None:
     assert ds.forward_kl(whole, inside)[0].tolist() == [pytest.approx(math.log(2)), math.inf]
     assert ds.forward_kl(inside, whole)[0].tolist() == [math.inf, math.inf]
     underflowing = torch.tensor([[-2000.0, 0.0]], dtype=torch.float64)
-    assert ds.reverse_kl(underflowing, torch.tensor([[NEVER, 0.0]], dtype=torch.float64))[0].item() == 0
+    assert (
+        ds.reverse_kl(underflowing, torch.tensor([[NEVER, 0.0]], dtype=torch.float64))[0].item()
+        == 0
+    )
 
 
 def test_the_ends_of_the_generalized_jsd_are_limits_of_its_rescaled_self() -> None:
@@ -198,7 +223,9 @@ def test_the_ends_of_the_generalized_jsd_are_limits_of_its_rescaled_self() -> No
 
 def test_jsd_is_bounded_symmetric_at_one_half_and_the_mean_of_two_skew_divergences() -> None:
     student, teacher = (x.log_softmax(-1).detach() for x in logits(3, 5))
-    there, back = (ds.generalized_jsd(*pair, beta=0.5)[0] for pair in ((student, teacher), (teacher, student)))
+    there, back = (
+        ds.generalized_jsd(*pair, beta=0.5)[0] for pair in ((student, teacher), (teacher, student))
+    )
     torch.testing.assert_close(there, back)
     swapped = ds.generalized_jsd(teacher, student, beta=0.7)[0]
     jensen, _ = ds.generalized_jsd(student, teacher, beta=0.3)
@@ -220,7 +247,9 @@ def test_the_alpha_beta_divergence_equals_its_equation(alpha: float, beta: float
     rows = zip(student.tolist(), teacher.tolist(), strict=True)
     expected = [float(alpha_beta(alpha, beta)(distribution(a), distribution(b))) for a, b in rows]
     assert loss.tolist() == pytest.approx(expected, rel=1e-12)
-    assert torch.autograd.gradcheck(lambda x: ds.alpha_beta_divergence(x, t, alpha=alpha, beta=beta)[0], s)
+    assert torch.autograd.gradcheck(
+        lambda x: ds.alpha_beta_divergence(x, t, alpha=alpha, beta=beta)[0], s
+    )
 
 
 def test_the_alpha_beta_divergence_has_the_kls_for_limits_and_hellinger_in_the_middle() -> None:
@@ -270,7 +299,10 @@ def test_taid_ends_at_forward_kl_and_begins_without_a_gradient() -> None:
 def test_taid_is_finite_at_extremes_and_padding_adds_nothing(dtype: torch.dtype) -> None:
     corners = [[0.0, -2000.0, -1e4], [-2000.0, 0.0, -50.0], [-1e4, -1e4, 0.0]]
     student, teacher = zip(*itertools.product(corners, repeat=2), strict=True)
-    s, t = torch.tensor(student, dtype=dtype, requires_grad=True), torch.tensor(teacher, dtype=dtype)
+    s, t = (
+        torch.tensor(student, dtype=dtype, requires_grad=True),
+        torch.tensor(teacher, dtype=dtype),
+    )
     for share in (0.0, 0.5, 1.0):
         loss, _ = ds.taid(s, t, t=share)
         assert loss.dtype == dtype
@@ -301,7 +333,8 @@ def test_a_tail_makes_a_distribution_and_a_lower_bound_of_every_divergence() -> 
         torch.testing.assert_close(x[:, 3].exp(), 1 - whole.gather(1, ids).exp().sum(1))
     for divergence, _ in DIVERGENCES.values():
         assert (divergence(*coarse)[0] < divergence(student, teacher)[0]).all()
-    exact = [x.logsumexp(1) for x in (student, teacher)]  # all k = 9: the tail is rounding, and adds none
+    # all k = 9: the tail is rounding, and adds none
+    exact = [x.logsumexp(1) for x in (student, teacher)]
     assert max(x.abs().max() for x in exact) < 1e-14
     for divergence, _ in DIVERGENCES.values():
         full = divergence(ds.with_tail(student), ds.with_tail(teacher))[0]
@@ -311,7 +344,12 @@ def test_a_tail_makes_a_distribution_and_a_lower_bound_of_every_divergence() -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_tail_that_rounding_took_is_one_epsilon_and_still_pulls(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
-    tops = [[math.log(0.5), math.log(0.5)], [math.log(0.5), math.log(0.5) + 8 * eps], [-1e4, -0.0], [0.5, NEVER]]
+    tops = [
+        [math.log(0.5), math.log(0.5)],
+        [math.log(0.5), math.log(0.5) + 8 * eps],
+        [-1e4, -0.0],
+        [0.5, NEVER],
+    ]
     top = torch.tensor(tops, dtype=dtype, requires_grad=True)
     tail = ds.with_tail(top)[:, 2]
     assert tail.tolist() == pytest.approx([math.log(eps)] * 4, rel=1e-3)
@@ -321,7 +359,9 @@ def test_a_tail_that_rounding_took_is_one_epsilon_and_still_pulls(dtype: torch.d
     assert slope[0].tolist() == pytest.approx([-0.5 / eps] * 2, rel=0.01)
     almost = torch.tensor([math.log1p(-1e-3), -50.0], dtype=dtype)
     assert ds.with_tail(almost)[2].item() == pytest.approx(math.log(1e-3), rel=1e-4)
-    assert torch.autograd.gradcheck(ds.with_tail, torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True))
+    assert torch.autograd.gradcheck(
+        ds.with_tail, torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    )
 
 
 def test_sampled_reverse_kl_equals_reverse_kl_on_average_in_value_and_gradient() -> None:
@@ -348,7 +388,9 @@ SEQUENCE = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3])
 def tokens() -> list[Tensor]:
     """Per token: a divergence, log q and log p; as leaves."""
     draw = torch.Generator().manual_seed(2)
-    values = 4 * torch.rand(3, 8, generator=draw, dtype=torch.float64) * torch.tensor([[1], [-1], [-1]])
+    values = (
+        4 * torch.rand(3, 8, generator=draw, dtype=torch.float64) * torch.tensor([[1], [-1], [-1]])
+    )
     return [row.clone().requires_grad_() for row in values.unbind()]
 
 
@@ -371,17 +413,23 @@ def test_minillm_equals_its_equation() -> None:
             slopes.append(-weight * future)
     assert loss.tolist() == pytest.approx(expected, rel=1e-13)
     weight = stats["importance"]
-    by_divergence, by_logp, *by_teacher = torch.autograd.grad(loss.sum(), tensors, allow_unused=True)
+    by_divergence, by_logp, *by_teacher = torch.autograd.grad(
+        loss.sum(), tensors, allow_unused=True
+    )
     assert torch.equal(by_divergence, weight)
     assert by_logp.tolist() == pytest.approx(slopes, rel=1e-13)
     assert by_teacher == [None]
     assert list(stats) == ["reverse_kl", "importance"]
     assert torch.equal(stats["reverse_kl"], (tensors[1] - tensors[2]).detach())
-    assert all(not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype for s in stats.values())
+    assert all(
+        not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype
+        for s in stats.values()
+    )
 
 
 def test_minillm_is_the_reverse_kl_of_whole_completions() -> None:
-    first, first_teacher = logits(3)  # the first token's logits, and the second one's for each first token
+    # the first token's logits, and the second one's for each first token
+    first, first_teacher = logits(3)
     second, second_teacher = logits(3, 3, seed=1)
     leaves = [first, second]
     q1, q2, p1, p2 = (x.log_softmax(-1) for x in (*leaves, first_teacher, second_teacher))
@@ -391,11 +439,17 @@ def test_minillm_is_the_reverse_kl_of_whole_completions() -> None:
     for i, j in itertools.product(range(3), repeat=2):
         steps = [(q1, p1, i), (q2[i], p2[i], j)]
         divergence = torch.stack([ds.reverse_kl(q, p)[0] for q, p, _ in steps])
-        logp, teacher_logp = (torch.stack([pair[side][pair[2]] for pair in steps]) for side in (0, 1))
-        loss, _ = ds.minillm(divergence, logp, teacher_logp, torch.zeros(2, dtype=torch.int64), 1, alpha=0.0)
+        logp, teacher_logp = (
+            torch.stack([pair[side][pair[2]] for pair in steps]) for side in (0, 1)
+        )
+        loss, _ = ds.minillm(
+            divergence, logp, teacher_logp, torch.zeros(2, dtype=torch.int64), 1, alpha=0.0
+        )
         total = total + (q1[i] + q2[i, j]).detach().exp() * loss.sum()
     for mine, exact in zip(
-        torch.autograd.grad(total, leaves, retain_graph=True), torch.autograd.grad(whole, leaves), strict=True
+        torch.autograd.grad(total, leaves, retain_graph=True),
+        torch.autograd.grad(whole, leaves),
+        strict=True,
     ):
         torch.testing.assert_close(mine, exact, rtol=1e-12, atol=1e-15)
 
@@ -424,10 +478,15 @@ def test_completions_do_not_interact_in_minillm() -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sampled_objectives_are_finite_at_extremes(alpha: float, dtype: torch.dtype) -> None:
-    q = torch.tensor([-2000.0, 0.0, -1e4, -50.0, -0.0, -1e4, 0.0, -1e4], dtype=dtype, requires_grad=True)
+    q = torch.tensor(
+        [-2000.0, 0.0, -1e4, -50.0, -0.0, -1e4, 0.0, -1e4], dtype=dtype, requires_grad=True
+    )
     p = torch.tensor([0.0, -2000.0, 0.0, 0.0, -50.0, -1e4, -1e4, 0.0], dtype=dtype)
     divergence = torch.full_like(p, 1e4).requires_grad_()
-    for loss, stats in (ds.sampled_reverse_kl(q, p), ds.minillm(divergence, q, p, SEQUENCE, 4, alpha=alpha)):
+    for loss, stats in (
+        ds.sampled_reverse_kl(q, p),
+        ds.minillm(divergence, q, p, SEQUENCE, 4, alpha=alpha),
+    ):
         for tensor in (loss, gradient(loss, q), *stats.values()):
             assert tensor.dtype == dtype
             assert tensor.isfinite().all()
@@ -450,7 +509,10 @@ ID3, ID1 = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: ds.forward_kl(THREE, ONE), "forward_kl: teacher_logp must have the shape of logp, [3], got [1]"),
+        (
+            lambda: ds.forward_kl(THREE, ONE),
+            "forward_kl: teacher_logp must have the shape of logp, [3], got [1]",
+        ),
         (
             lambda: ds.alpha_beta_divergence(THREE, ONE, alpha=0.5, beta=0.5),
             "alpha_beta_divergence: teacher_logp must have the shape of logp, [3], got [1]",
@@ -463,9 +525,15 @@ ID3, ID1 = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
             lambda: ds.alpha_beta_divergence(THREE, THREE, alpha=0.5, beta=-1.0),
             "alpha_beta_divergence: beta must be > 0, got -1.0",
         ),
-        (lambda: ds.taid(THREE, ONE, t=0.5), "taid: teacher_logp must have the shape of logp, [3], got [1]"),
+        (
+            lambda: ds.taid(THREE, ONE, t=0.5),
+            "taid: teacher_logp must have the shape of logp, [3], got [1]",
+        ),
         (lambda: ds.taid(THREE, THREE, t=1.5), "taid: t must be in [0, 1], got 1.5"),
-        (lambda: ds.reverse_kl(THREE, ONE), "reverse_kl: teacher_logp must have the shape of logp, [3], got [1]"),
+        (
+            lambda: ds.reverse_kl(THREE, ONE),
+            "reverse_kl: teacher_logp must have the shape of logp, [3], got [1]",
+        ),
         (
             lambda: ds.generalized_jsd(THREE, ONE, beta=0.5),
             "generalized_jsd: teacher_logp must have the shape of logp, [3], got [1]",

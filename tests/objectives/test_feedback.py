@@ -1,4 +1,6 @@
-"""Objectives on single completions: their equations in many digits, what they promise, and what they refuse."""
+"""Objectives on single completions: their equations in many digits, what they promise, and what
+they refuse.
+"""
 
 import itertools
 import math
@@ -23,7 +25,9 @@ def sigma(x: mpf) -> mpf:
 
 @dataclass(frozen=True)
 class Case:
-    """An objective, its reference point if it takes one, its hyper-parameters, and both halves of its equation."""
+    """An objective, its reference point if it takes one, its hyper-parameters, and both halves of
+    its equation.
+    """
 
     objective: Callable[..., tuple[Tensor, dict[str, Tensor]]]
     point: dict[str, float]
@@ -36,7 +40,9 @@ class Case:
     def name(self) -> str:
         return self.objective.__name__
 
-    def __call__(self, logp: Tensor, ref_logp: Tensor, desirable: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(
+        self, logp: Tensor, ref_logp: Tensor, desirable: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         point = [torch.tensor(value, dtype=logp.dtype) for value in self.point.values()]
         return self.objective(logp, ref_logp, desirable, *point, **self.hyper)
 
@@ -62,7 +68,14 @@ CASES = [
         lambda r: mpf(0.3) * (1 - sigma(-B * r)),
         0.0,
     ),
-    Case(fb.apo_zero_unpaired, {}, {"beta": 0.3}, lambda r: 1 - sigma(B * r), lambda r: sigma(B * r), 0.0),
+    Case(
+        fb.apo_zero_unpaired,
+        {},
+        {"beta": 0.3},
+        lambda r: 1 - sigma(B * r),
+        lambda r: sigma(B * r),
+        0.0,
+    ),
     Case(
         fb.bco,
         {"delta": 1.75},
@@ -72,7 +85,9 @@ CASES = [
         1.75,
     ),
 ]
-every = pytest.mark.parametrize("case", CASES, ids=["kto", "kto-weighted", "apo_zero_unpaired", "bco"])
+every = pytest.mark.parametrize(
+    "case", CASES, ids=["kto", "kto-weighted", "apo_zero_unpaired", "bco"]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +96,19 @@ def four_hundred_digits() -> Any:
         yield
 
 
-def completions(count: int = 8, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Ordinary completions of tens of nats, both classes in turn; the log-probabilities as leaves."""
+def completions(
+    count: int = 8, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ordinary completions of tens of nats, both classes in turn; the log-probabilities as
+    leaves.
+    """
     draw = torch.Generator().manual_seed(0)
     logp, ref_logp = (-30 * torch.rand(2, count, generator=draw, dtype=dtype)).unbind()
-    return logp.clone().requires_grad_(), ref_logp.clone().requires_grad_(), torch.arange(count) % 2 == 0
+    return (
+        logp.clone().requires_grad_(),
+        ref_logp.clone().requires_grad_(),
+        torch.arange(count) % 2 == 0,
+    )
 
 
 def close(actual: Tensor, expected: list[mpf], rtol: float = 1e-12) -> None:
@@ -104,13 +127,18 @@ def test_loss_and_gradient_equal_the_equation(case: Case) -> None:
     gradients = torch.autograd.grad(loss.sum(), (logp, ref_logp))
     for gradient, one in zip(gradients, ((1, 0), (0, 1)), strict=True):
         with mp.workdps(60):
-            expected = [mp.diff(case.equation(label), (p, q), one) for p, q, label in rows(logp, ref_logp, desirable)]
+            expected = [
+                mp.diff(case.equation(label), (p, q), one)
+                for p, q, label in rows(logp, ref_logp, desirable)
+            ]
         close(gradient, expected, rtol=1e-11)
 
 
 @every
 def test_the_equation_holds_far_from_the_ordinary(case: Case) -> None:
-    values = list(itertools.product([-2000.0, -1950.0, -100.0, 0.0], [-2000.0, -100.0, 0.0], [True, False]))
+    values = list(
+        itertools.product([-2000.0, -1950.0, -100.0, 0.0], [-2000.0, -100.0, 0.0], [True, False])
+    )
     logp, ref_logp, desirable = (torch.tensor(column) for column in zip(*values, strict=True))
     loss, _ = case(logp.double(), ref_logp.double(), desirable)
     close(loss, [case.equation(label)(p, q) for p, q, label in values], rtol=1e-11)
@@ -119,9 +147,15 @@ def test_the_equation_holds_far_from_the_ordinary(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @every
 def test_loss_stats_and_gradient_are_finite_everywhere(case: Case, dtype: torch.dtype) -> None:
-    values = list(itertools.product([-12000.0, -2000.0, -50.0, -1e-7, 0.0], [-12000.0, -50.0, 0.0], [True, False]))
+    values = list(
+        itertools.product(
+            [-12000.0, -2000.0, -50.0, -1e-7, 0.0], [-12000.0, -50.0, 0.0], [True, False]
+        )
+    )
     columns = list(zip(*values, strict=True))
-    logp, ref_logp = (torch.tensor(column, dtype=dtype, requires_grad=True) for column in columns[:2])
+    logp, ref_logp = (
+        torch.tensor(column, dtype=dtype, requires_grad=True) for column in columns[:2]
+    )
     loss, stats = case(logp, ref_logp, torch.tensor(columns[2]))
     for tensor in (loss, *stats.values(), *torch.autograd.grad(loss.sum(), (logp, ref_logp))):
         assert tensor.dtype == dtype
@@ -138,7 +172,9 @@ def test_gradcheck(case: Case) -> None:
 def test_completions_do_not_interact(case: Case) -> None:
     logp, ref_logp, desirable = completions()
     loss, _ = case(logp, ref_logp, desirable)
-    for jacobian in torch.autograd.functional.jacobian(lambda p, q: case(p, q, desirable)[0], (logp, ref_logp)):
+    for jacobian in torch.autograd.functional.jacobian(
+        lambda p, q: case(p, q, desirable)[0], (logp, ref_logp)
+    ):
         assert torch.equal(jacobian, jacobian.diagonal().diag())
     one_class = case(logp[desirable], ref_logp[desirable], desirable[desirable])[0]
     assert torch.equal(one_class, loss[desirable])
@@ -149,11 +185,16 @@ def test_stats_are_rewards_and_agreement_detached_and_shaped_like_the_loss(case:
     logp, ref_logp, desirable = completions()
     loss, stats = case(logp, ref_logp, desirable)
     assert loss.requires_grad
-    assert all(not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype for s in stats.values())
+    assert all(
+        not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype
+        for s in stats.values()
+    )
     assert list(stats) == ["rewards", "rewards/accuracies", *case.point]
     rewards = [B * (mpf(p) - mpf(q)) for p, q, _ in rows(logp, ref_logp, desirable)]
     close(stats["rewards"], rewards)
-    right = [(r > case.threshold) == label for r, label in zip(rewards, desirable.tolist(), strict=True)]
+    right = [
+        (r > case.threshold) == label for r, label in zip(rewards, desirable.tolist(), strict=True)
+    ]
     assert stats["rewards/accuracies"].tolist() == [float(x) for x in right]
     assert len(set(right)) == 2, "the draw must hold both kinds of completion"
     for name, value in case.point.items():
@@ -195,7 +236,9 @@ def test_no_gradient_passes_through_a_reference_point() -> None:
 def test_a_reference_point_of_another_precision_does_not_change_the_loss_s() -> None:
     logp, ref_logp, desirable = completions(dtype=torch.float32)
     for objective in (fb.kto, fb.bco):
-        loss, stats = objective(logp, ref_logp, desirable, torch.tensor(0.5, dtype=torch.float64), beta=0.3)
+        loss, stats = objective(
+            logp, ref_logp, desirable, torch.tensor(0.5, dtype=torch.float64), beta=0.3
+        )
         assert {loss.dtype, *(s.dtype for s in stats.values())} == {torch.float32}
 
 
@@ -204,7 +247,9 @@ def test_kto_feels_gains_and_losses_most_at_the_reference_point() -> None:
     zero, kl = torch.zeros(5, dtype=torch.float64), torch.tensor(1.75, dtype=torch.float64)
     for label, weight in ((True, 2.0), (False, 0.5)):
         desirable = torch.full((5,), label)
-        loss, _ = fb.kto(r, zero, desirable, kl, beta=0.3, desirable_weight=2.0, undesirable_weight=0.5)
+        loss, _ = fb.kto(
+            r, zero, desirable, kl, beta=0.3, desirable_weight=2.0, undesirable_weight=0.5
+        )
         assert loss.min() > 0 and loss.max() < weight
         assert loss[2].item() == pytest.approx(weight / 2)
         (slope,) = torch.autograd.grad(loss.sum(), r)
@@ -246,20 +291,31 @@ def test_kto_kl_is_the_mean_log_ratio_never_below_zero() -> None:
     kls = fb.kto_kl(logp, ref_logp), fb.kto_kl(ref_logp, logp)
     assert sorted(kl.item() for kl in kls) == pytest.approx([0, abs(mean)])
     assert all(kl.shape == () and not kl.requires_grad for kl in kls)
-    assert fb.kto_kl(torch.tensor([3.0, -1.0]), torch.zeros(2)) == 1  # not the mean of max(0, ·), which is 1.5
+    # not the mean of max(0, ·), which is 1.5
+    assert fb.kto_kl(torch.tensor([3.0, -1.0]), torch.zeros(2)) == 1
     assert fb.kto_kl(torch.zeros(0), torch.zeros(0)) == 0
     assert fb.kto_kl(torch.tensor([1e4]), torch.tensor([-1e4])) == 2e4
 
 
 @every
 def test_shapes_and_dtypes_that_do_not_fit_are_named(case: Case, as_users_run_it: None) -> None:
-    good = {"logp": torch.zeros(3), "ref_logp": torch.zeros(3), "desirable": torch.ones(3, dtype=torch.bool)}
+    good = {
+        "logp": torch.zeros(3),
+        "ref_logp": torch.zeros(3),
+        "desirable": torch.ones(3, dtype=torch.bool),
+    }
     good |= {name: torch.tensor(value) for name, value in case.point.items()}
     wrong: list[tuple[dict[str, Tensor], str]] = [
         ({"ref_logp": torch.zeros(1)}, "ref_logp must have the shape of logp, [3], got [1]"),
-        ({"desirable": torch.ones(1, dtype=torch.bool)}, "desirable must have the shape of logp, [3], got [1]"),
+        (
+            {"desirable": torch.ones(1, dtype=torch.bool)},
+            "desirable must have the shape of logp, [3], got [1]",
+        ),
         ({"desirable": torch.ones(3)}, "desirable must be a Bool tensor, got torch.float32"),
-        *(({name: torch.zeros(3)}, f"{name} must be one number, a 0-dim tensor, got [3]") for name in case.point),
+        *(
+            ({name: torch.zeros(3)}, f"{name} must be one number, a 0-dim tensor, got [3]")
+            for name in case.point
+        ),
     ]
     for change, message in wrong:
         with pytest.raises(ValueError) as error:
@@ -268,13 +324,17 @@ def test_shapes_and_dtypes_that_do_not_fit_are_named(case: Case, as_users_run_it
 
 
 def test_kto_kl_refuses_to_broadcast(as_users_run_it: None) -> None:
-    with pytest.raises(ValueError, match=r"^kto_kl: ref_logp must have the shape of logp, \[3\], got \[1\]$"):
+    with pytest.raises(
+        ValueError, match=r"^kto_kl: ref_logp must have the shape of logp, \[3\], got \[1\]$"
+    ):
         fb.kto_kl(torch.zeros(3), torch.zeros(1))
 
 
 @every
 def test_hyper_parameters_out_of_range_are_named(case: Case) -> None:
-    names = {"beta", "desirable_weight", "undesirable_weight"} if case.objective is fb.kto else {"beta"}
+    names = (
+        {"beta", "desirable_weight", "undesirable_weight"} if case.objective is fb.kto else {"beta"}
+    )
     for name, value in itertools.product(names, [0.0, -0.1, math.nan, math.inf]):
         changed = Case(case.objective, case.point, case.hyper | {name: value}, sigma, sigma, 0)
         with pytest.raises(ValueError) as error:
@@ -283,7 +343,9 @@ def test_hyper_parameters_out_of_range_are_named(case: Case) -> None:
 
 
 def rated(count: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Log-probabilities of policy and reference, values and ratings; all as leaves but the ratings."""
+    """Log-probabilities of policy and reference, values and ratings; all as leaves but the
+    ratings.
+    """
     logp, ref_logp, _ = completions(count, dtype)
     value, reward = torch.randn(2, count, generator=torch.Generator().manual_seed(1), dtype=dtype)
     return [logp, ref_logp.detach(), value.requires_grad_(), reward]
@@ -302,7 +364,9 @@ def test_dro_equals_its_equation_in_value_and_gradients() -> None:
     close(stats["error"], [abs(e) for e in error])
     assert torch.equal(stats["value"], value.detach())
     assert all(not stat.requires_grad and stat.shape == loss.shape for stat in stats.values())
-    assert torch.autograd.gradcheck(lambda p, v: fb.dro(p, ref_logp, v, reward, beta=0.3)[0], (logp, value))
+    assert torch.autograd.gradcheck(
+        lambda p, v: fb.dro(p, ref_logp, v, reward, beta=0.3)[0], (logp, value)
+    )
 
 
 def test_dro_has_its_minimum_at_the_optimum_of_the_penalized_reward() -> None:
@@ -343,7 +407,9 @@ def test_completions_do_not_interact_in_dro_and_its_extremes_are_finite() -> Non
 def test_dro_names_what_does_not_fit(as_users_run_it: None) -> None:
     good = {name: torch.zeros(3) for name in ("logp", "ref_logp", "value", "reward")}
     for name in ("ref_logp", "value", "reward"):
-        with pytest.raises(ValueError, match=rf"^dro: {name} must have the shape of logp, \[3\], got \[1\]$"):
+        with pytest.raises(
+            ValueError, match=rf"^dro: {name} must have the shape of logp, \[3\], got \[1\]$"
+        ):
             fb.dro(**(good | {name: torch.zeros(1)}), beta=0.3)
     for beta in (0.0, -0.1, math.nan, math.inf):
         with pytest.raises(ValueError, match=rf"^dro: beta must be > 0, got {beta}$"):

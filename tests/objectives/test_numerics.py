@@ -1,4 +1,6 @@
-"""Stable forms against 60-digit arithmetic, and how they go on where the exact value cannot be held."""
+"""Stable forms against 60-digit arithmetic, and how they go on where the exact value cannot be
+held.
+"""
 
 import math
 
@@ -16,7 +18,9 @@ def value_and_slope(function, values, dtype=torch.float64):  # type: ignore[no-u
 
 
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_log1mexp_and_log_odds_keep_their_digits_at_both_ends(dtype: torch.dtype, digits: float) -> None:
+def test_log1mexp_and_log_odds_keep_their_digits_at_both_ends(
+    dtype: torch.dtype, digits: float
+) -> None:
     near_one = [-1e-15, -1e-9] if dtype == torch.float64 else [-1e-6, -1e-5]
     # the form changes at −log 2
     values = torch.tensor([-80.0, -20.0, -0.8, -0.6, -1e-3, *near_one], dtype=dtype).tolist()
@@ -24,7 +28,9 @@ def test_log1mexp_and_log_odds_keep_their_digits_at_both_ends(dtype: torch.dtype
         remainder = [mp.log(1 - mp.exp(mpf(x))) for x in values]
         slopes = [1 / (1 - mp.exp(mpf(x))) for x in values]
         odds = [mpf(x) - r for x, r in zip(values, remainder, strict=True)]
-    assert value_and_slope(log1mexp, values, dtype)[0] == pytest.approx([float(x) for x in remainder], rel=digits)
+    assert value_and_slope(log1mexp, values, dtype)[0] == pytest.approx(
+        [float(x) for x in remainder], rel=digits
+    )
     value, slope = value_and_slope(log_odds, values, dtype)
     assert value == pytest.approx([float(x) for x in odds], rel=digits)
     assert slope == pytest.approx([float(x) for x in slopes], rel=2 * digits)

@@ -17,7 +17,10 @@ PAIRS = 8
 def logps(scale: float) -> list[Tensor]:
     """chosen, rejected, ref_chosen, ref_rejected; float64, as leaves."""
     draw = torch.Generator().manual_seed(0)
-    return [(-scale * torch.rand(PAIRS, generator=draw, dtype=torch.float64)).requires_grad_() for _ in range(4)]
+    return [
+        (-scale * torch.rand(PAIRS, generator=draw, dtype=torch.float64)).requires_grad_()
+        for _ in range(4)
+    ]
 
 
 def assert_same(ours: Tensor, theirs: Tensor, tensors: list[Tensor], rtol: float = 1e-12) -> None:
@@ -45,7 +48,9 @@ def assert_same(ours: Tensor, theirs: Tensor, tensors: list[Tensor], rtol: float
         ("discopop", ob.discopop, None),
     ],
 )
-def test_losses_against_a_reference_equal_dpo_trainer(name: str, objective: Any, label_smoothing: float | None) -> None:
+def test_losses_against_a_reference_equal_dpo_trainer(
+    name: str, objective: Any, label_smoothing: float | None
+) -> None:
     tensors = logps(scale=30)
     hyper = {} if label_smoothing is None else {"label_smoothing": label_smoothing}
     ours, _ = objective(*tensors, beta=0.3, **hyper)
@@ -58,7 +63,9 @@ def test_losses_against_a_reference_equal_dpo_trainer(name: str, objective: Any,
 def test_f_scores_equal_dpo_trainer(divergence: Any) -> None:
     tensors = logps(scale=5)
     zero = torch.zeros(PAIRS, dtype=torch.float64)
-    scores = (ob.f_divergence_score(tensors[i] - tensors[i + 2], divergence=divergence) for i in (0, 1))
+    scores = (
+        ob.f_divergence_score(tensors[i] - tensors[i + 2], divergence=divergence) for i in (0, 1)
+    )
     ours, _ = ob.dpo(*scores, zero, zero, beta=0.3)
     theirs = {"js": "js_divergence"}.get(divergence, divergence)
     assert_same(ours.mean(), dpo_trainer_loss(tensors, f_divergence_type=theirs), tensors)
@@ -67,8 +74,14 @@ def test_f_scores_equal_dpo_trainer(divergence: Any) -> None:
 @pytest.mark.parametrize(
     ("ours", "settings"),
     [
-        (lambda c, r: ob.cpo(c, r, beta=2.0, label_smoothing=0.1), {"loss_type": "sigmoid", "alpha": 0.0}),
-        (lambda c, r: ob.simpo(c, r, beta=2.0, gamma=0.5, label_smoothing=0.1), {"loss_type": "simpo", "alpha": 0.0}),
+        (
+            lambda c, r: ob.cpo(c, r, beta=2.0, label_smoothing=0.1),
+            {"loss_type": "sigmoid", "alpha": 0.0},
+        ),
+        (
+            lambda c, r: ob.simpo(c, r, beta=2.0, gamma=0.5, label_smoothing=0.1),
+            {"loss_type": "simpo", "alpha": 0.0},
+        ),
         (
             lambda c, r: ob.alpha_po(c, r, beta=2.0, gamma=0.5, alpha=0.25),
             {"loss_type": "simpo", "alpha": 0.25, "label_smoothing": 0.0},
@@ -76,7 +89,9 @@ def test_f_scores_equal_dpo_trainer(divergence: Any) -> None:
     ],
     ids=["cpo", "simpo", "alpha_po"],
 )
-def test_reference_free_losses_and_rewards_equal_cpo_trainer(ours: Any, settings: dict[str, Any]) -> None:
+def test_reference_free_losses_and_rewards_equal_cpo_trainer(
+    ours: Any, settings: dict[str, Any]
+) -> None:
     cpo_trainer = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
     tensors = logps(scale=3)[:2]
     trainer = SimpleNamespace(
@@ -95,4 +110,5 @@ def test_orpo_equals_orpo_trainer() -> None:
     tensors = logps(scale=3)[:2]
     trainer = SimpleNamespace(beta=1.0, accelerator=SimpleNamespace(device="cpu"))
     log_sigmoid, *_ = orpo_trainer.odds_ratio_loss(trainer, *tensors)
-    assert_same(ob.orpo(*tensors)[0].sum(), -log_sigmoid.sum(), tensors, rtol=1e-5)  # the peer works in float32
+    # the peer works in float32
+    assert_same(ob.orpo(*tensors)[0].sum(), -log_sigmoid.sum(), tensors, rtol=1e-5)

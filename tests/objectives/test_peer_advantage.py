@@ -1,7 +1,8 @@
-"""The same numbers as the peer: advantages, importance weights and masks of TRL 1.16, run from its own source.
+"""The same numbers as the peer: advantages, importance weights and masks of TRL 1.16, run from its
+own source.
 
-TRL computes most of them in the middle of methods of hundreds of lines that also generate and log. The statements in
-question are cut out of the installed source and executed on our tensors.
+TRL computes most of them in the middle of methods of hundreds of lines that also generate and log.
+The statements in question are cut out of the installed source and executed on our tensors.
 """
 
 import inspect
@@ -21,13 +22,16 @@ from torch import Tensor
 grpo = pytest.importorskip("trl.trainer.grpo_trainer", reason="the peer is not installed")
 rloo = pytest.importorskip("trl.trainer.rloo_trainer", reason="the peer is not installed")
 
-ROUNDING = {"rtol": 1e-7, "atol": 1e-14}  # the peer takes n/(n − 1) of a standard deviation in float32
+# the peer takes n/(n − 1) of a standard deviation in float32
+ROUNDING = {"rtol": 1e-7, "atol": 1e-14}
 GENERATIONS, PROMPTS, TIMES = 4, 5, 7
 COMPLETIONS = GENERATIONS * PROMPTS
 
 
 def statements(method: Callable[..., Any], first: str, after: str) -> str:
-    """The lines of a method from the one that starts with `first` to the next that starts with `after`, without it."""
+    """The lines of a method from the one that starts with `first` to the next that starts with
+    `after`, without it.
+    """
     lines = inspect.getsource(method).splitlines()
     begin = next(i for i, line in enumerate(lines) if line.strip().startswith(first))
     end = next(i for i, line in enumerate(lines) if i >= begin and line.strip().startswith(after))
@@ -51,14 +55,20 @@ def rewards(functions: int, seed: int = 0) -> Tensor:
 
 
 def scattered(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor) -> Tensor:
-    """Our function on the completions in another order and with other group names, its result in the peer's order."""
+    """Our function on the completions in another order and with other group names, its result in
+    the peer's order.
+    """
     order = torch.randperm(COMPLETIONS, generator=torch.Generator().manual_seed(1))
     group = (torch.arange(COMPLETIONS) // GENERATIONS * 17 - 20)[order]
     return function(reward[order], group)[order.argsort()]
 
 
 def grpo_advantages(reward: Tensor, weight: Tensor, **settings: Any) -> dict[str, Any]:
-    block = statements(grpo.GRPOTrainer._generate_and_score_completions, "unscorable_mask =", "# Slice to keep only")
+    block = statements(
+        grpo.GRPOTrainer._generate_and_score_completions,
+        "unscorable_mask =",
+        "# Slice to keep only",
+    )
     trainer = SimpleNamespace(reward_weights=weight, reward_funcs=[None] * len(weight), **settings)
     return run(block, grpo, self=trainer, rewards_per_func=reward)
 
@@ -68,9 +78,13 @@ def test_group_advantages_of_weighted_rewards_equal_grpo_trainer(scale: Any) -> 
     reward, weight = rewards(3), torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
     settings = {"multi_objective_aggregation": "sum_then_normalize", "scale_rewards": scale}
     theirs = grpo_advantages(reward, weight, **settings)
-    ours = scattered(lambda r, g: adv.group_advantage(adv.weighted_reward(r, weight), g, scale=scale), reward)
+    ours = scattered(
+        lambda r, g: adv.group_advantage(adv.weighted_reward(r, weight), g, scale=scale), reward
+    )
     torch.testing.assert_close(ours, theirs["advantages"], **ROUNDING)
-    torch.testing.assert_close(adv.weighted_reward(reward, weight), theirs["rewards"], equal_nan=True)
+    torch.testing.assert_close(
+        adv.weighted_reward(reward, weight), theirs["rewards"], equal_nan=True
+    )
 
 
 def test_normalized_then_summed_rewards_equal_grpo_trainer() -> None:
@@ -96,11 +110,22 @@ def test_group_stats_equal_what_grpo_trainer_logs() -> None:
 def test_rloo_advantage_equals_rloo_trainer(normalize: bool, beta: float) -> None:
     reward, weight = rewards(2), torch.tensor([1.0, 0.5], dtype=torch.float64)
     old, ref, mask = padded()
-    block = statements(rloo.RLOOTrainer._generate_and_score_completions, "unscorable_mask =", "is_std_zero =")
-    trainer = SimpleNamespace(
-        reward_weights=weight, reward_clip_range=None, beta=beta, normalize_advantages=normalize, accelerator=None
+    block = statements(
+        rloo.RLOOTrainer._generate_and_score_completions, "unscorable_mask =", "is_std_zero ="
     )
-    names = {"old_per_token_logps": old, "ref_per_token_logps": ref, "completion_mask": mask, "gather": lambda x: x}
+    trainer = SimpleNamespace(
+        reward_weights=weight,
+        reward_clip_range=None,
+        beta=beta,
+        normalize_advantages=normalize,
+        accelerator=None,
+    )
+    names = {
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "completion_mask": mask,
+        "gather": lambda x: x,
+    }
     theirs = run(block, rloo, self=trainer, rewards_per_func=reward, **names)["advantages"]
 
     penalty = beta * sequence_sum((old - ref)[mask.bool()], ids(mask), COMPLETIONS)
@@ -125,8 +150,12 @@ def ids(mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("low", "high"), [(None, 1.2), (0.9, 1.2), (0.9, None)])
-@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_importance_weights_equal_grpo_trainer(mode: str, low: float | None, high: float | None) -> None:
+@pytest.mark.parametrize(
+    "mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+)
+def test_importance_weights_equal_grpo_trainer(
+    mode: str, low: float | None, high: float | None
+) -> None:
     old, sampled, mask = padded()
     sampled[0, 0] = sampled[5, 0] = math.nan
     block = statements(
@@ -140,7 +169,9 @@ def test_importance_weights_equal_grpo_trainer(mode: str, low: float | None, hig
         vllm_importance_sampling_clip_max=high,
     )
     names = {"completion_mask": mask, "tool_mask": None, "old_per_token_logps": old}
-    theirs = run(block, grpo, self=trainer, sampling_per_token_logps=sampled, **names)["vllm_importance_sampling_ratio"]
+    theirs = run(block, grpo, self=trainer, sampling_per_token_logps=sampled, **names)[
+        "vllm_importance_sampling_ratio"
+    ]
 
     tokens = mask.bool()
     level, action = mode.split("_")
@@ -160,10 +191,14 @@ def test_importance_weights_equal_grpo_trainer(mode: str, low: float | None, hig
 def test_off_policy_mask_equals_grpo_trainer(threshold: float) -> None:
     now, sampled, mask = padded()
     sampled[4, 0] = math.nan
-    advantage = torch.randn(COMPLETIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    advantage = torch.randn(
+        COMPLETIONS, dtype=torch.float64, generator=torch.Generator().manual_seed(5)
+    )
     advantage[3] = 0.0
     theirs = grpo.GRPOTrainer.get_off_policy_mask(advantage[:, None], now, sampled, mask, threshold)
     tokens = mask.bool()
-    ours = co.off_policy_mask(now[tokens], sampled[tokens], advantage, ids(mask), threshold=threshold)
+    ours = co.off_policy_mask(
+        now[tokens], sampled[tokens], advantage, ids(mask), threshold=threshold
+    )
     assert torch.equal(ours, theirs.expand_as(mask)[tokens])
     assert ours.unique().tolist() == [0, 1]

@@ -1,7 +1,8 @@
-"""The same numbers as the peer for feedback, rewards and distillation: TRL 1.16's own code, run on our tensors.
+"""The same numbers as the peer for feedback, rewards and distillation: TRL 1.16's own code, run on
+our tensors.
 
-Its KTO estimates z₀ from one micro-batch and averages that over ranks; on one rank and one batch that is ours. BCO,
-process rewards and MiniLLM are no longer in it.
+Its KTO estimates z₀ from one micro-batch and averages that over ranks; on one rank and one batch
+that is ours. BCO, process rewards and MiniLLM are no longer in it.
 """
 
 from types import SimpleNamespace
@@ -24,7 +25,10 @@ MIXED = [True, False, False, True, True, False, False, False]
 def draws(count: int, *shape: int, scale: float) -> list[Tensor]:
     """Negative numbers in float64, as leaves."""
     draw = torch.Generator().manual_seed(0)
-    return [(-scale * torch.rand(shape, generator=draw, dtype=torch.float64)).requires_grad_() for _ in range(count)]
+    return [
+        (-scale * torch.rand(shape, generator=draw, dtype=torch.float64)).requires_grad_()
+        for _ in range(count)
+    ]
 
 
 def assert_same(ours: Tensor, theirs: Tensor, tensors: list[Tensor]) -> None:
@@ -35,10 +39,16 @@ def assert_same(ours: Tensor, theirs: Tensor, tensors: list[Tensor]) -> None:
 
 
 def kto_trainer(
-    logp: Tensor, ref_logp: Tensor, desirable: Tensor, mismatched: list[Tensor] | None, **settings: Any
+    logp: Tensor,
+    ref_logp: Tensor,
+    desirable: Tensor,
+    mismatched: list[Tensor] | None,
+    **settings: Any,
 ) -> tuple[Tensor, dict[str, list[float]]]:
     """KTOTrainer's loss and metrics of completions of one token."""
-    return kto_loss(make_rows(logp.unsqueeze(1)), ref_logp, desirable, mismatched, beta=0.3, **settings)
+    return kto_loss(
+        make_rows(logp.unsqueeze(1)), ref_logp, desirable, mismatched, beta=0.3, **settings
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,10 +60,18 @@ def test_kto_equals_kto_trainer(labels: list[bool], direction: int) -> None:
     mismatched = mismatched[::direction]
     desirable = torch.tensor(labels)
     theirs, metrics = kto_trainer(
-        logp, ref_logp, desirable, mismatched, loss_type="kto", desirable_weight=1.3, undesirable_weight=0.7
+        logp,
+        ref_logp,
+        desirable,
+        mismatched,
+        loss_type="kto",
+        desirable_weight=1.3,
+        undesirable_weight=0.7,
     )
     kl = fb.kto_kl(*mismatched)
-    ours, stats = fb.kto(logp, ref_logp, desirable, kl, beta=0.3, desirable_weight=1.3, undesirable_weight=0.7)
+    ours, stats = fb.kto(
+        logp, ref_logp, desirable, kl, beta=0.3, desirable_weight=1.3, undesirable_weight=0.7
+    )
     assert_same(ours.mean(), theirs, [logp, ref_logp])
     assert metrics["kl"] == pytest.approx([kl.item()])
     for name, inside in (("rewards/chosen", desirable), ("rewards/rejected", ~desirable)):
@@ -70,19 +88,26 @@ def test_apo_zero_unpaired_equals_kto_trainer() -> None:
     logp, ref_logp = draws(2, ANSWERS, scale=30)
     desirable = torch.tensor(MIXED)
     for weights in ({}, {"desirable_weight": 1.33, "undesirable_weight": 0.5}):
-        theirs, _ = kto_trainer(logp, ref_logp, desirable, None, loss_type="apo_zero_unpaired", **weights)
+        theirs, _ = kto_trainer(
+            logp, ref_logp, desirable, None, loss_type="apo_zero_unpaired", **weights
+        )
         loss, _ = fb.apo_zero_unpaired(logp, ref_logp, desirable, beta=0.3, **weights)
         assert_same(loss.mean(), theirs, [logp, ref_logp])
 
 
 @pytest.mark.parametrize("with_margin", [True, False])
 @pytest.mark.parametrize("coefficient", [None, 0.01])
-def test_reward_losses_and_metrics_equal_reward_trainer(with_margin: bool, coefficient: float | None) -> None:
+def test_reward_losses_and_metrics_equal_reward_trainer(
+    with_margin: bool, coefficient: float | None
+) -> None:
     from trl import RewardTrainer
 
     chosen, rejected, margin = draws(3, ANSWERS, scale=5)
     trainer = fake_trainer(args=SimpleNamespace(center_rewards_coefficient=coefficient))
-    inputs = {"attention_mask": torch.ones(2 * ANSWERS, 2), **({"margin": margin.detach()} if with_margin else {})}
+    inputs = {
+        "attention_mask": torch.ones(2 * ANSWERS, 2),
+        **({"margin": margin.detach()} if with_margin else {}),
+    }
     output = SimpleNamespace(logits=torch.cat([chosen, rejected]).unsqueeze(1))
     theirs = RewardTrainer.compute_loss(trainer, lambda **_: output, inputs)
 
@@ -100,7 +125,11 @@ def test_reward_losses_and_metrics_equal_reward_trainer(with_margin: bool, coeff
 def test_generalized_jsd_equals_gkd_trainer(beta: float, temperature: float) -> None:
     gkd_trainer = pytest.importorskip("trl.experimental.gkd.gkd_trainer").GKDTrainer
     student, teacher = draws(2, 5, 11, scale=8)
-    theirs = gkd_trainer.generalized_jsd_loss(student, teacher, beta=beta, temperature=temperature, reduction="none")
-    ours, _ = ds.generalized_jsd(*((logits / temperature).log_softmax(-1) for logits in (student, teacher)), beta=beta)
+    theirs = gkd_trainer.generalized_jsd_loss(
+        student, teacher, beta=beta, temperature=temperature, reduction="none"
+    )
+    ours, _ = ds.generalized_jsd(
+        *((logits / temperature).log_softmax(-1) for logits in (student, teacher)), beta=beta
+    )
     torch.testing.assert_close(ours, theirs.sum(-1), rtol=1e-12, atol=1e-12)
     assert_same(ours.sum(), theirs.sum(), [student, teacher])

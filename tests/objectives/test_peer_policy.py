@@ -1,6 +1,8 @@
-"""The same numbers as the peer: every GRPO loss of TRL 1.16, RLOO's and GMPO's, by its own ``_compute_loss``.
+"""The same numbers as the peer: every GRPO loss of TRL 1.16, RLOO's and GMPO's, by its own
+``_compute_loss``.
 
-TRL holds padded rows and reduces inside; the weights that its reductions amount to stand here by hand, one to a token.
+TRL holds padded rows and reduces inside; the weights that its reductions amount to stand here by
+hand, one to a token.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,8 @@ SEQUENCE = torch.arange(ANSWERS)[:, None].expand(-1, LONGEST)[MASK]
 ADVANTAGE = torch.tensor([1.5, -0.5, -2.0, 0.7, 0.0, -1.1], dtype=torch.float64)
 LOW, HIGH = 0.2, 0.28
 
-# What TRL's reduction gives each token of an answer; its "bnpo" divides by the tokens at hand, here all of them.
+# What TRL's reduction gives each token of an answer; its "bnpo" divides by the tokens at hand, here
+# all of them.
 EACH = torch.ones(ANSWERS, dtype=torch.float64)
 WEIGHT = {
     "grpo": EACH / (ANSWERS * LENGTHS),
@@ -34,7 +37,9 @@ WEIGHT = {
 
 
 def draw(seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(ANSWERS, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(
+        ANSWERS, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 OLD = -1 - draw(0).abs()
@@ -47,7 +52,9 @@ def flat(padded: Tensor) -> Tensor:
     return padded[MASK]
 
 
-def theirs(trainer: Any, logp: Tensor, args: dict[str, Any], **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
+def theirs(
+    trainer: Any, logp: Tensor, args: dict[str, Any], **settings: Any
+) -> tuple[Tensor, dict[str, list[float]]]:
     """The trainer's own loss and metrics, of a policy whose log-probabilities are given."""
     inputs = {
         "completion_mask": MASK.long(),
@@ -61,13 +68,17 @@ def theirs(trainer: Any, logp: Tensor, args: dict[str, Any], **settings: Any) ->
     return policy_loss(trainer, make_rows(logp, MASK), inputs, ENTROPY, args, **settings)
 
 
-def grpo(logp: Tensor, args: dict[str, Any] | None = None, **settings: Any) -> tuple[Tensor, dict[str, list[float]]]:
+def grpo(
+    logp: Tensor, args: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Tensor, dict[str, list[float]]]:
     from trl import GRPOTrainer
 
     return theirs(GRPOTrainer, logp, args or {}, **settings)
 
 
-def assert_same(mine: Callable[[Tensor], Tensor], peer: Callable[[Tensor], Tensor], rtol: float = 1e-12) -> None:
+def assert_same(
+    mine: Callable[[Tensor], Tensor], peer: Callable[[Tensor], Tensor], rtol: float = 1e-12
+) -> None:
     """Equal values, and equal gradients by the log-probability of every token."""
     logp = LOGP.clone().requires_grad_()
     ours, other = mine(flat(logp)), peer(logp)
@@ -77,7 +88,9 @@ def assert_same(mine: Callable[[Tensor], Tensor], peer: Callable[[Tensor], Tenso
     assert gradients[0][MASK].any() and not gradients[0][~MASK].any()
 
 
-def objective(loss_type: str, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, policy.Stats]:
+def objective(
+    loss_type: str, tensors: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, policy.Stats]:
     match loss_type:
         case "cispo":  # TRL's epsilon_high is the bound, ours how far it lies above 1
             return policy.cispo(*tensors, clip_high=HIGH)
@@ -87,7 +100,9 @@ def objective(loss_type: str, tensors: tuple[Tensor, Tensor, Tensor]) -> tuple[T
 
 
 def ours(loss_type: str, level: str, logp: Tensor) -> Tensor:
-    """One objective, weighed. On the level of answers it is that of their means; an answer weighs as its tokens do."""
+    """One objective, weighed. On the level of answers it is that of their means; an answer weighs
+    as its tokens do.
+    """
     each = WEIGHT[loss_type]
     if loss_type == "vespo":
         return (each[SEQUENCE] * policy.vespo(logp, flat(OLD), ADVANTAGE, SEQUENCE)[0]).sum()
@@ -106,7 +121,9 @@ def test_every_loss_type_at_both_levels_of_importance(loss_type: str, level: str
         return grpo(logp, loss_type=loss_type, importance_sampling_level=level, **bound)[0]
 
     # TRL holds SAPO's temperatures in float32
-    assert_same(lambda logp: ours(loss_type, level, logp), peer, rtol=1e-7 if loss_type == "sapo" else 1e-12)
+    assert_same(
+        lambda logp: ours(loss_type, level, logp), peer, rtol=1e-7 if loss_type == "sapo" else 1e-12
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "luspo", "dapo"])
@@ -115,7 +132,9 @@ def test_gspo_is_the_surrogate_at_the_level_of_answers(loss_type: str) -> None:
         loss, _ = policy.gspo(logp, flat(OLD), ADVANTAGE, SEQUENCE, clip_low=LOW, clip_high=HIGH)
         return (WEIGHT[loss_type] * LENGTHS * loss).sum()
 
-    assert_same(mine, lambda logp: grpo(logp, loss_type=loss_type, importance_sampling_level="sequence")[0])
+    assert_same(
+        mine, lambda logp: grpo(logp, loss_type=loss_type, importance_sampling_level="sequence")[0]
+    )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
@@ -125,12 +144,16 @@ def test_kl_in_the_loss_with_and_without_bias_correction(corrected: bool, level:
         kl, _ = policy.kl_estimate(logp, flat(REF), kind="k3")
         if corrected and level == "token":
             kl, _ = policy.corrected_kl_estimate(logp, flat(OLD), flat(REF), kind="k3")
-        elif corrected:  # each token's by the ratio of its answer: not unbiased, and so not a function of ours
+        elif (
+            corrected
+        ):  # each token's by the ratio of its answer: not unbiased, and so not a function of ours
             kl = kl * sequence_mean(logp - flat(OLD), SEQUENCE, ANSWERS).exp()[SEQUENCE]
         return ours("grpo", level, logp) + 0.3 * (WEIGHT["grpo"][SEQUENCE] * kl).sum()
 
     def peer(logp: Tensor) -> Tensor:
-        return grpo(logp, {"use_bias_correction_kl": corrected}, beta=0.3, importance_sampling_level=level)[0]
+        return grpo(
+            logp, {"use_bias_correction_kl": corrected}, beta=0.3, importance_sampling_level=level
+        )[0]
 
     assert_same(mine, peer)
 
@@ -143,14 +166,20 @@ def test_two_sided_clip() -> None:
         return (WEIGHT["dapo"][SEQUENCE] * loss).sum()
 
     assert_same(mine, lambda logp: grpo(logp, {"delta": 1.4}, loss_type="dapo")[0])
-    assert not torch.isclose(mine(flat(LOGP)), ours("dapo", "token", flat(LOGP))), "the cap must matter"
+    assert not torch.isclose(mine(flat(LOGP)), ours("dapo", "token", flat(LOGP))), (
+        "the cap must matter"
+    )
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2, 0.5])
 def test_entropy_mask(share: float) -> None:
     def mine(logp: Tensor) -> Tensor:
         loss, _ = objective("grpo", (logp, flat(OLD), ADVANTAGE[SEQUENCE]))
-        return (WEIGHT["grpo"][SEQUENCE] * policy.high_entropy_mask(flat(ENTROPY), quantile=share) * loss).sum()
+        return (
+            WEIGHT["grpo"][SEQUENCE]
+            * policy.high_entropy_mask(flat(ENTROPY), quantile=share)
+            * loss
+        ).sum()
 
     assert_same(mine, lambda logp: grpo(logp, top_entropy_quantile=share)[0])
 

@@ -1,7 +1,7 @@
 """Every policy objective against its equation, its errors and the extremes.
 
-The equations of elementwise objectives stand here a second time, in 60-digit arithmetic on plain numbers, each with
-its slope in log π written out by hand, because a stop-gradient has no equation.
+The equations of elementwise objectives stand here a second time, in 60-digit arithmetic on plain
+numbers, each with its slope in log π written out by hand, because a stop-gradient has no equation.
 """
 
 import itertools
@@ -21,7 +21,9 @@ Equation = Callable[..., mpf]
 
 @dataclass(frozen=True)
 class Case:
-    """An elementwise objective, the tensors it takes, its hyper-parameters, its equation and slope for one token."""
+    """An elementwise objective, the tensors it takes, its hyper-parameters, its equation and slope
+    for one token.
+    """
 
     objective: Callable[..., tuple[Tensor, policy.Stats]]
     inputs: tuple[str, ...]
@@ -53,13 +55,19 @@ def clip(x: mpf, low: mpf, high: mpf) -> mpf:
     return max(low, min(x, high))
 
 
-def surrogate(logp: mpf, old: mpf, a: mpf, low: mpf = LOW, high: mpf = HIGH, cap: mpf = mp.inf) -> mpf:
+def surrogate(
+    logp: mpf, old: mpf, a: mpf, low: mpf = LOW, high: mpf = HIGH, cap: mpf = mp.inf
+) -> mpf:
     r = rho(logp, old)
     return -min(min(r, cap) * a, clip(r, 1 - low, 1 + high) * a)
 
 
-def surrogate_slope(logp: mpf, old: mpf, a: mpf, low: mpf = LOW, high: mpf = HIGH, cap: mpf = mp.inf) -> mpf:
-    """Policy gradient but for tokens moved too far in the direction that A pushes, and those beyond the cap."""
+def surrogate_slope(
+    logp: mpf, old: mpf, a: mpf, low: mpf = LOW, high: mpf = HIGH, cap: mpf = mp.inf
+) -> mpf:
+    """Policy gradient but for tokens moved too far in the direction that A pushes, and those beyond
+    the cap.
+    """
     r = mp.exp(mpf(logp) - mpf(old))
     stopped = (a > 0 and r > 1 + high) or (a < 0 and (r < 1 - low or r > min(cap, mp.exp(20))))
     return mpf(0) if stopped else -r * a
@@ -149,7 +157,10 @@ def critic_slope(v: mpf, old: mpf, target: mpf) -> mpf:
 KL: dict[str, tuple[Equation, Equation]] = {
     "k1": (lambda d: d, lambda d: mpf(1)),
     "k2": (lambda d: d**2 / 2, lambda d: d),
-    "k3": (lambda d: mp.exp(-max(d, -20)) + max(d, -20) - 1, lambda d: 1 - mp.exp(-d) if d >= -20 else mpf(0)),
+    "k3": (
+        lambda d: mp.exp(-max(d, -20)) + max(d, -20) - 1,
+        lambda d: 1 - mp.exp(-d) if d >= -20 else mpf(0),
+    ),
 }
 
 
@@ -212,7 +223,10 @@ CASES = [
         {"clip_low": math.inf, "clip_high": math.inf},
         lambda *x: surrogate(*x, low=mp.inf, high=mp.inf),
         lambda p, q, a: -mp.exp(mpf(p) - mpf(q)) * a if mpf(p) - mpf(q) <= 20 else mpf(0),
-        {"ratio": ratio, **{f"clip_ratio/{name}": lambda *_: mpf(0) for name in ("low", "high", "region")}},
+        {
+            "ratio": ratio,
+            **{f"clip_ratio/{name}": lambda *_: mpf(0) for name in ("low", "high", "region")},
+        },
     ),
     Case(
         policy.dppo,
@@ -286,7 +300,9 @@ CASES = [
     *(case for kind in KL for case in kl_cases(kind)),
 ]
 every = pytest.mark.parametrize(
-    "case", CASES, ids=["-".join([c.name, *(f"{k}={v}" for k, v in c.hyper.items())]) for c in CASES]
+    "case",
+    CASES,
+    ids=["-".join([c.name, *(f"{k}={v}" for k, v in c.hyper.items())]) for c in CASES],
 )
 
 
@@ -310,7 +326,9 @@ def draw(case: Case, shape: tuple[int, ...] = (64,)) -> list[Tensor]:
 
 
 def grid(case: Case, dtype: torch.dtype) -> list[Tensor]:
-    """All combinations of extremes, one to a token: ratios of e^±50 and e^±2000, advantages from huge to nothing."""
+    """All combinations of extremes, one to a token: ratios of e^±50 and e^±2000, advantages from
+    huge to nothing.
+    """
     logps, others = [-2000.0, -1990.0, -50.0, -1e-3, 0.0], [-100.0, -1.0, 0.0, 1.0, 100.0]
     axes = [logps if "logp" in name else others for name in case.inputs]
     columns = zip(*itertools.product(*axes), strict=True)
@@ -318,12 +336,17 @@ def grid(case: Case, dtype: torch.dtype) -> list[Tensor]:
 
 
 def rows(tensors: list[Tensor]) -> list[tuple[mpf, ...]]:
-    return [tuple(map(mpf, row)) for row in zip(*(t.flatten().tolist() for t in tensors), strict=True)]
+    return [
+        tuple(map(mpf, row)) for row in zip(*(t.flatten().tolist() for t in tensors), strict=True)
+    ]
 
 
 def close(actual: Tensor, expected: list[mpf], rtol: float = 1e-12, atol: float = 1e-290) -> None:
     torch.testing.assert_close(
-        actual.detach().flatten(), torch.tensor([float(x) for x in expected], dtype=torch.float64), rtol=rtol, atol=atol
+        actual.detach().flatten(),
+        torch.tensor([float(x) for x in expected], dtype=torch.float64),
+        rtol=rtol,
+        atol=atol,
     )
 
 
@@ -369,20 +392,27 @@ def test_stats_are_detached_and_shaped_like_the_loss_at_any_shape(case: Case) ->
         loss, stats = case(draw(case, shape))
         assert loss.shape == shape
         assert loss.requires_grad
-        assert all(s.shape == shape and s.dtype == loss.dtype and not s.requires_grad for s in stats.values())
+        assert all(
+            s.shape == shape and s.dtype == loss.dtype and not s.requires_grad
+            for s in stats.values()
+        )
         loss.sum().backward()
 
 
 @every
 def test_tokens_do_not_interact(case: Case) -> None:
     tensors = draw(case, (6,))
-    jacobian = torch.autograd.functional.jacobian(lambda first: case([first, *tensors[1:]])[0], tensors[0])
+    jacobian = torch.autograd.functional.jacobian(
+        lambda first: case([first, *tensors[1:]])[0], tensors[0]
+    )
     assert torch.equal(jacobian, jacobian.diagonal().diag())
     alone = torch.cat([case([t[i : i + 1] for t in tensors])[0] for i in range(6)])
     torch.testing.assert_close(alone, case(tensors)[0], rtol=1e-15, atol=0)
 
 
-SMOOTH = [c for c in CASES if c.name in ("reinforce", "sapo", "kl_estimate", "corrected_kl_estimate")]
+SMOOTH = [
+    c for c in CASES if c.name in ("reinforce", "sapo", "kl_estimate", "corrected_kl_estimate")
+]
 
 
 @pytest.mark.parametrize("case", SMOOTH, ids=lambda c: f"{c.name}-{c.hyper}")
@@ -412,7 +442,9 @@ SEQUENCE = torch.tensor([0, 0, 0, 1, 3, 3, 3, 3])
 
 @dataclass(frozen=True)
 class CompletionCase:
-    """An objective on completions: from log-ratios, log-probabilities and advantage of one to its loss and slopes."""
+    """An objective on completions: from log-ratios, log-probabilities and advantage of one to its
+    loss and slopes.
+    """
 
     objective: Callable[..., tuple[Tensor, policy.Stats]]
     hyper: dict[str, float]
@@ -430,30 +462,52 @@ def gspo_completion(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf],
     return surrogate(mean, mpf(0), a), [surrogate_slope(mean, mpf(0), a) / len(w) for _ in w], stats
 
 
-def gspo_token_completion(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
+def gspo_token_completion(
+    w: list[mpf], _: list[mpf], a: mpf
+) -> tuple[Any, list[mpf], dict[str, Any]]:
     mean = mp.fsum(w) / max(len(w), 1)
     stats = {name: [equation(mean, mpf(0), a) for _ in w] for name, equation in clip_stats.items()}
-    return [surrogate(mean, mpf(0), a) for _ in w], [surrogate_slope(mean, mpf(0), a) for _ in w], stats
+    return (
+        [surrogate(mean, mpf(0), a) for _ in w],
+        [surrogate_slope(mean, mpf(0), a) for _ in w],
+        stats,
+    )
 
 
 def gmpo_completion(w: list[mpf], _: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
     one = mpf(1) / max(len(w), 1)
-    product = mp.fprod((min(mp.exp(x), mp.exp(HIGH)) if a > 0 else max(mp.exp(x), mp.exp(-LOW))) ** one for x in w)
+    product = mp.fprod(
+        (min(mp.exp(x), mp.exp(HIGH)) if a > 0 else max(mp.exp(x), mp.exp(-LOW))) ** one for x in w
+    )
     is_low, is_high = [x < -LOW and a < 0 for x in w], [x > HIGH and a > 0 for x in w]
     slopes = [
         mpf(0) if lo or hi or product > mp.exp(20) else -a * product * one
         for lo, hi in zip(is_low, is_high, strict=True)
     ]
-    share = {"low": one * sum(is_low), "high": one * sum(is_high), "region": one * (sum(is_low) + sum(is_high))}
+    share = {
+        "low": one * sum(is_low),
+        "high": one * sum(is_high),
+        "region": one * (sum(is_low) + sum(is_high)),
+    }
     product = min(product, mp.exp(20))
-    return -a * product, slopes, {"ratio": product, **{f"clip_ratio/{name}": x for name, x in share.items()}}
+    return (
+        -a * product,
+        slopes,
+        {"ratio": product, **{f"clip_ratio/{name}": x for name, x in share.items()}},
+    )
 
 
-def vespo_completion(w: list[mpf], logp: list[mpf], a: mpf) -> tuple[Any, list[mpf], dict[str, Any]]:
+def vespo_completion(
+    w: list[mpf], logp: list[mpf], a: mpf
+) -> tuple[Any, list[mpf], dict[str, Any]]:
     k, decay = (mpf(2.5), mpf(3.5)) if a >= 0 else (mpf(1.5), mpf(0.5))
     r = mp.exp(mp.fsum(w))
     phi = r**k * mp.exp(decay * (1 - r))
-    return [-phi * a * x for x in logp], [-phi * a for _ in logp], {"vespo/phi_seq": [phi for _ in w]}
+    return (
+        [-phi * a * x for x in logp],
+        [-phi * a for _ in logp],
+        {"vespo/phi_seq": [phi for _ in w]},
+    )
 
 
 vespo_hyper = {"k_pos": 2.5, "lambda_pos": 3.5, "k_neg": 1.5, "lambda_neg": 0.5}
@@ -475,16 +529,21 @@ def by_completion(x: Tensor) -> list[list[mpf]]:
     return [[mpf(value) for value in part.tolist()] for part in x.detach().split(LENGTHS)]
 
 
-def check_completions(case: CompletionCase, logp: Tensor, old_logp: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+def check_completions(
+    case: CompletionCase, logp: Tensor, old_logp: Tensor, advantage: Tensor
+) -> dict[str, Tensor]:
     logp = logp.clone().requires_grad_()
-    loss, stats = case.objective(logp, old_logp, advantages(case, advantage), SEQUENCE, **case.hyper)
+    loss, stats = case.objective(
+        logp, old_logp, advantages(case, advantage), SEQUENCE, **case.hyper
+    )
     (slope,) = torch.autograd.grad(loss.sum(), logp)
     ratios = [
         [new - old for new, old in zip(*x, strict=True)]
         for x in zip(by_completion(logp), by_completion(old_logp), strict=True)
     ]
     expected = [
-        case.completion(*x) for x in zip(ratios, by_completion(logp), map(mpf, advantage.tolist()), strict=True)
+        case.completion(*x)
+        for x in zip(ratios, by_completion(logp), map(mpf, advantage.tolist()), strict=True)
     ]
 
     def flat(values: list[Any]) -> list[mpf]:
@@ -510,28 +569,43 @@ def test_completions_equal_the_equations_over_python_lists(case: CompletionCase)
         )
         advantage = torch.randn(4, generator=generator, dtype=torch.float64)
         advantage[seed % 4] *= seed % 3 > 0  # some are zero
-        for name, stat in check_completions(case, old_logp + 0.7 * change.double(), old_logp, advantage).items():
+        for name, stat in check_completions(
+            case, old_logp + 0.7 * change.double(), old_logp, advantage
+        ).items():
             seen.setdefault(name, []).extend(stat.tolist())
-    assert all(0 < sum(v) < len(v) for name, v in seen.items() if "clip" in name), "the draws must hold both kinds"
+    assert all(0 < sum(v) < len(v) for name, v in seen.items() if "clip" in name), (
+        "the draws must hold both kinds"
+    )
 
 
 @every_completion
 @pytest.mark.parametrize("scale", [50.0, 2000.0])
-def test_the_equations_of_completions_hold_far_from_the_ordinary(case: CompletionCase, scale: float) -> None:
+def test_the_equations_of_completions_hold_far_from_the_ordinary(
+    case: CompletionCase, scale: float
+) -> None:
     far = scale * torch.tensor([1, 1, -1, 1, 1, 1, 1, 1], dtype=torch.float64)
     base = torch.full((8,), -3.0, dtype=torch.float64)
     for signs in itertools.product((-1.0, 1.0), repeat=2):
         for change in (far, -far):
-            check_completions(case, base + change, base, torch.tensor([signs[0], signs[1], 0.5, signs[0]]).double())
+            check_completions(
+                case,
+                base + change,
+                base,
+                torch.tensor([signs[0], signs[1], 0.5, signs[0]]).double(),
+            )
 
 
 @every_completion
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_completions_are_finite_everywhere(case: CompletionCase, dtype: torch.dtype) -> None:
-    for new, old, sign in itertools.product((-2000.0, -50.0, 0.0), (-2000.0, -50.0, 0.0), (-100.0, 0.0, 100.0)):
+    for new, old, sign in itertools.product(
+        (-2000.0, -50.0, 0.0), (-2000.0, -50.0, 0.0), (-100.0, 0.0, 100.0)
+    ):
         logp = torch.full((8,), new, dtype=dtype, requires_grad=True)
         advantage = advantages(case, torch.full((4,), sign, dtype=dtype))
-        loss, stats = case.objective(logp, torch.full((8,), old, dtype=dtype), advantage, SEQUENCE, **case.hyper)
+        loss, stats = case.objective(
+            logp, torch.full((8,), old, dtype=dtype), advantage, SEQUENCE, **case.hyper
+        )
         (slope,) = torch.autograd.grad(loss.sum(), logp)
         assert all(t.isfinite().all() and t.dtype == dtype for t in (loss, slope, *stats.values()))
 
@@ -546,7 +620,9 @@ def test_completions_do_not_interact(case: CompletionCase) -> None:
         lambda x: case.objective(x, old_logp, given, SEQUENCE, **case.hyper)[0], logp
     )
     owner = SEQUENCE if case.per_token else torch.arange(4)
-    assert torch.equal((jacobian != 0) & (owner[:, None] != SEQUENCE), torch.zeros_like(jacobian, dtype=torch.bool))
+    assert torch.equal(
+        (jacobian != 0) & (owner[:, None] != SEQUENCE), torch.zeros_like(jacobian, dtype=torch.bool)
+    )
 
     whole, _ = case.objective(logp, old_logp, given, SEQUENCE, **case.hyper)
     first = given[:3] if case.objective is policy.gspo_token else given[:1]
@@ -554,13 +630,16 @@ def test_completions_do_not_interact(case: CompletionCase) -> None:
     torch.testing.assert_close(whole[: len(alone)], alone, rtol=1e-15, atol=0)
 
 
-@pytest.mark.parametrize("case", [c for c in COMPLETION_CASES if not c.per_token], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in COMPLETION_CASES if not c.per_token], ids=lambda c: c.name
+)
 def test_gradcheck_of_completions(case: CompletionCase) -> None:
     old_logp = -torch.rand(8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     logp = (old_logp + torch.linspace(-0.15, 0.14, 8, dtype=torch.float64)).requires_grad_()
     advantage = torch.tensor([1.0, -1.0, 1.0, -0.5], dtype=torch.float64)
     assert torch.autograd.gradcheck(
-        lambda x: case.objective(x, old_logp, advantage, SEQUENCE, clip_low=0.5, clip_high=0.5)[0], logp
+        lambda x: case.objective(x, old_logp, advantage, SEQUENCE, clip_low=0.5, clip_high=0.5)[0],
+        logp,
     )
 
 
@@ -575,8 +654,17 @@ def test_no_completions_is_a_differentiable_zero(case: CompletionCase) -> None:
 
 @every_completion
 def test_no_silent_broadcast_of_completions(case: CompletionCase, as_users_run_it: None) -> None:
-    shapes = {"logp": 8, "old_logp": 8, "advantage": 8 if case.objective is policy.gspo_token else 4, "sequence": 8}
-    for name in ("old_logp", "sequence", *(["advantage"] if case.objective is policy.gspo_token else [])):
+    shapes = {
+        "logp": 8,
+        "old_logp": 8,
+        "advantage": 8 if case.objective is policy.gspo_token else 4,
+        "sequence": 8,
+    }
+    for name in (
+        "old_logp",
+        "sequence",
+        *(["advantage"] if case.objective is policy.gspo_token else []),
+    ):
         tensors = {k: torch.zeros(n) for k, n in shapes.items()} | {"sequence": SEQUENCE}
         tensors[name] = tensors[name][:1]
         with pytest.raises(ValueError) as error:
@@ -608,11 +696,17 @@ POSITIVE = [
 
 def one_token(objective: Callable[..., Any], **hyper: Any) -> Any:
     completions = objective in (policy.gspo, policy.gspo_token, policy.gmpo, policy.vespo)
-    return objective(*[torch.zeros(1)] * 3, *([torch.zeros(1, dtype=torch.int64)] if completions else []), **hyper)
+    return objective(
+        *[torch.zeros(1)] * 3,
+        *([torch.zeros(1, dtype=torch.int64)] if completions else []),
+        **hyper,
+    )
 
 
 @pytest.mark.parametrize(("objective", "name", "others"), NOT_NEGATIVE)
-def test_clips_are_not_negative(objective: Callable[..., Any], name: str, others: dict[str, float]) -> None:
+def test_clips_are_not_negative(
+    objective: Callable[..., Any], name: str, others: dict[str, float]
+) -> None:
     for wrong in (-0.1, math.nan):
         with pytest.raises(ValueError) as error:
             one_token(objective, **{name: wrong}, **others)
@@ -632,10 +726,15 @@ def test_a_cap_below_the_clip_and_an_unknown_estimator_are_named(as_users_run_it
     for wrong in (1.49, math.nan):
         with pytest.raises(ValueError) as error:
             one_token(policy.clipped_surrogate, clip_high=0.5, ratio_cap=wrong)
-        assert str(error.value) == f"clipped_surrogate: ratio_cap must be >= 1 + clip_high = 1.5, got {wrong}"
+        assert (
+            str(error.value)
+            == f"clipped_surrogate: ratio_cap must be >= 1 + clip_high = 1.5, got {wrong}"
+        )
     one_token(policy.clipped_surrogate, clip_high=0.5, ratio_cap=1.5)
     one = torch.zeros(1)
     with pytest.raises(ValueError, match=r"^kl_estimate: kind must be k1, k2 or k3, got 'k4'$"):
         policy.kl_estimate(one, one, kind="k4")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^corrected_kl_estimate: kind must be k1, k2 or k3, got 'k4'$"):
+    with pytest.raises(
+        ValueError, match=r"^corrected_kl_estimate: kind must be k1, k2 or k3, got 'k4'$"
+    ):
         policy.corrected_kl_estimate(one, one, one, kind="k4")  # type: ignore[arg-type]

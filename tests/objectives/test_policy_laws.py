@@ -1,6 +1,8 @@
-"""What the papers promise of policy objectives: which gradient they follow, where they stop, what they reduce to.
+"""What the papers promise of policy objectives: which gradient they follow, where they stop, what
+they reduce to.
 
-Expectations are exact: one token from a vocabulary of four, every outcome weighted by its probability.
+Expectations are exact: one token from a vocabulary of four, every outcome weighted by its
+probability.
 """
 
 import math
@@ -50,16 +52,26 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 LOGP = -draw(8).abs()
 
 
-@pytest.mark.parametrize(("objective", "hyper"), OFF_POLICY, ids=lambda x: getattr(x, "__name__", ""))
-def test_at_ratio_one_the_gradient_is_the_policy_gradient(objective: Any, hyper: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("objective", "hyper"), OFF_POLICY, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_at_ratio_one_the_gradient_is_the_policy_gradient(
+    objective: Any, hyper: dict[str, float]
+) -> None:
     advantage = draw(8, seed=1)
     gradient = slope(lambda x: objective(x, LOGP, advantage, **hyper)[0], LOGP)
     torch.testing.assert_close(gradient, -advantage, rtol=1e-14, atol=0)
-    torch.testing.assert_close(gradient, slope(lambda x: policy.reinforce(x, advantage)[0], LOGP), rtol=1e-14, atol=0)
+    torch.testing.assert_close(
+        gradient, slope(lambda x: policy.reinforce(x, advantage)[0], LOGP), rtol=1e-14, atol=0
+    )
 
 
-@pytest.mark.parametrize(("objective", "hyper"), OF_COMPLETIONS, ids=lambda x: getattr(x, "__name__", ""))
-def test_at_ratio_one_completions_follow_the_policy_gradient_too(objective: Any, hyper: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    ("objective", "hyper"), OF_COMPLETIONS, ids=lambda x: getattr(x, "__name__", "")
+)
+def test_at_ratio_one_completions_follow_the_policy_gradient_too(
+    objective: Any, hyper: dict[str, float]
+) -> None:
     advantage = ADVANTAGE[SEQUENCE] if objective is policy.gspo_token else ADVANTAGE
     gradient = slope(lambda x: objective(x, LOGP, advantage, SEQUENCE, **hyper)[0], LOGP)
     length = torch.bincount(SEQUENCE)[SEQUENCE]
@@ -68,7 +80,9 @@ def test_at_ratio_one_completions_follow_the_policy_gradient_too(objective: Any,
     torch.testing.assert_close(gradient, expected, rtol=1e-14, atol=0)
 
 
-def expected_slope(sampler: Tensor, objective: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+def expected_slope(
+    sampler: Tensor, objective: Callable[[Tensor], Tensor], logits: Tensor
+) -> Tensor:
     """The gradient in the logits of a loss per outcome, averaged over the sampler's outcomes."""
     return slope(lambda x: sampler * objective(x.log_softmax(-1)), logits)
 
@@ -100,21 +114,29 @@ def test_the_surrogate_is_pessimistic_and_stops_where_the_advantage_has_had_its_
     assert (clipped >= free).all()
     gradient = slope(lambda x: policy.clipped_surrogate(x, old, advantage, **ppo)[0], logp)
     assert torch.equal(gradient == 0, stats["clip_ratio/region"].bool())
-    assert torch.equal(stats["clip_ratio/region"], stats["clip_ratio/low"] + stats["clip_ratio/high"])
+    assert torch.equal(
+        stats["clip_ratio/region"], stats["clip_ratio/low"] + stats["clip_ratio/high"]
+    )
 
 
 def test_the_defaults_clip_at_a_fifth() -> None:
     logp, old, other = draw(3, 200, seed=16)
     stated, _ = policy.clipped_surrogate(logp, old, other, clip_low=0.2, clip_high=0.2)
     assert torch.equal(policy.clipped_surrogate(logp, old, other)[0], stated)
-    assert torch.equal(policy.value_loss(logp, old, other)[0], policy.value_loss(logp, old, other, clip=0.2)[0])
+    assert torch.equal(
+        policy.value_loss(logp, old, other)[0], policy.value_loss(logp, old, other, clip=0.2)[0]
+    )
 
 
-@pytest.mark.parametrize("objective", [policy.clipped_surrogate, policy.dppo, policy.dppo_kl, policy.cispo])
+@pytest.mark.parametrize(
+    "objective", [policy.clipped_surrogate, policy.dppo, policy.dppo_kl, policy.cispo]
+)
 def test_a_token_that_has_not_moved_is_not_clipped_however_tight_the_clip(objective: Any) -> None:
     advantage = numbers(1.0, -1.0)
     _, stats = objective(LOGP[:2], LOGP[:2], advantage, clip_low=0.0, clip_high=0.0)
-    gradient = slope(lambda x: objective(x, LOGP[:2], advantage, clip_low=0.0, clip_high=0.0)[0], LOGP[:2])
+    gradient = slope(
+        lambda x: objective(x, LOGP[:2], advantage, clip_low=0.0, clip_high=0.0)[0], LOGP[:2]
+    )
     assert torch.equal(gradient, -advantage)
     assert not any(stat.any() for name, stat in stats.items() if "clip" in name)
 
@@ -134,7 +156,9 @@ def test_the_cap_of_two_sided_clipping_is_the_constant_of_dual_clip() -> None:
 
         torch.testing.assert_close(ours(logp), dual_clip(logp))
         torch.testing.assert_close(slope(ours, logp), slope(dual_clip, logp))
-        assert (slope(ours, logp) != slope(lambda x: ours(x, math.inf), logp)).any(), "the cap must matter"
+        assert (slope(ours, logp) != slope(lambda x: ours(x, math.inf), logp)).any(), (
+            "the cap must matter"
+        )
 
 
 def test_dppo_lets_rare_tokens_rise_and_holds_frequent_ones() -> None:
@@ -143,14 +167,19 @@ def test_dppo_lets_rare_tokens_rise_and_holds_frequent_ones() -> None:
     hyper = {"clip_low": 0.2, "clip_high": 0.2}
     divergence = slope(lambda x: policy.dppo(x, old, advantage, **hyper)[0], new)
     assert divergence[0] < 0 == divergence[1]
-    # PPO stops the first at a ratio of 1000, and lets the second go on at one of 2/3, for ε_low > 1/3.
-    ratio = slope(lambda x: policy.clipped_surrogate(x, old, advantage, clip_low=0.4, clip_high=0.2)[0], new)
+    # PPO stops the first at a ratio of 1000, and lets the second go on at one of 2/3, for ε_low >
+    # 1/3.
+    ratio = slope(
+        lambda x: policy.clipped_surrogate(x, old, advantage, clip_low=0.4, clip_high=0.2)[0], new
+    )
     assert ratio[0] == 0 < ratio[1]
 
 
 def test_dppo_never_stops_a_token_on_its_way_back() -> None:
     old, new = numbers(0.1, 0.9).log(), numbers(0.9, 0.1).log()
-    gradient = slope(lambda x: policy.dppo(x, old, numbers(-1.0, 1.0), clip_low=0.2, clip_high=0.2)[0], new)
+    gradient = slope(
+        lambda x: policy.dppo(x, old, numbers(-1.0, 1.0), clip_low=0.2, clip_high=0.2)[0], new
+    )
     torch.testing.assert_close(gradient, numbers(9.0, -1 / 9))
 
 
@@ -189,7 +218,9 @@ def test_sapo_fades_evenly_on_both_sides_and_without_a_temperature_not_at_all() 
 def test_by_default_sapo_fades_faster_for_negative_advantages() -> None:
     loss, _ = policy.sapo(numbers(0.5, 0.5, 0.5), numbers(0, 0, 0), numbers(1, -1, 0))
     up = math.exp(0.5) - 1
-    assert loss.tolist() == pytest.approx([-4 / (1 + math.exp(-up)), 4 / 1.05 / (1 + math.exp(-1.05 * up)), 0])
+    assert loss.tolist() == pytest.approx(
+        [-4 / (1 + math.exp(-up)), 4 / 1.05 / (1 + math.exp(-1.05 * up)), 0]
+    )
 
 
 def test_one_token_completions_make_gspo_ppo() -> None:
@@ -231,7 +262,8 @@ def test_gspo_token_follows_each_tokens_own_advantage() -> None:
     advantage = draw(8, seed=12)
     gradient = slope(lambda x: policy.gspo_token(x, LOGP, advantage, SEQUENCE, **ppo)[0], LOGP)
     torch.testing.assert_close(gradient, -advantage)
-    skipped, _ = policy.gspo_token(LOGP, LOGP, advantage, 5 * SEQUENCE, **ppo)  # completions without a token between
+    # completions without a token between
+    skipped, _ = policy.gspo_token(LOGP, LOGP, advantage, 5 * SEQUENCE, **ppo)
     torch.testing.assert_close(skipped, -advantage)
 
 
@@ -239,7 +271,8 @@ def test_an_elementwise_objective_of_means_is_its_completion_level_form() -> Non
     logp = LOGP + 0.3 * draw(8, seed=11)
     means = [sequence_mean(x, SEQUENCE, 3) for x in (logp, LOGP)]
     torch.testing.assert_close(
-        policy.clipped_surrogate(*means, ADVANTAGE, **ppo)[0], policy.gspo(logp, LOGP, ADVANTAGE, SEQUENCE, **ppo)[0]
+        policy.clipped_surrogate(*means, ADVANTAGE, **ppo)[0],
+        policy.gspo(logp, LOGP, ADVANTAGE, SEQUENCE, **ppo)[0],
     )
 
 
@@ -275,7 +308,9 @@ def test_the_value_loss_is_pessimistic_and_without_a_clip_half_the_squared_error
     value, old, target = draw(3, 100, seed=13)
     clipped, _ = policy.value_loss(value, old, target)
     plain, _ = policy.value_loss(value, old, target, clip=math.inf)
-    torch.testing.assert_close(plain, 0.5 * torch.nn.functional.mse_loss(value, target, reduction="none"))
+    torch.testing.assert_close(
+        plain, 0.5 * torch.nn.functional.mse_loss(value, target, reduction="none")
+    )
     assert (clipped >= plain).all() and (clipped > plain).any()
     near, _ = policy.value_loss(old + 0.19, old, target)
     torch.testing.assert_close(near, 0.5 * (old + 0.19 - target).square())
@@ -295,7 +330,9 @@ def test_k1_and_k3_are_unbiased_and_k3_is_never_negative() -> None:
     for kind in ("k1", "k3"):
         torch.testing.assert_close((PI * kl_loss(kind)(LOGITS.log_softmax(-1))).sum(), true)
     assert not torch.isclose((PI * kl_loss("k2")(LOGITS.log_softmax(-1))).sum(), true)
-    apart = torch.cat([-numbers(*[10.0**i for i in range(-9, 4)]), numbers(*[10.0**i for i in range(-9, 4)])])
+    apart = torch.cat(
+        [-numbers(*[10.0**i for i in range(-9, 4)]), numbers(*[10.0**i for i in range(-9, 4)])]
+    )
     assert (policy.kl_estimate(apart, torch.zeros_like(apart), kind="k3")[0] > 0).all()
     assert policy.kl_estimate(LOGP, LOGP, kind="k3")[0].eq(0).all()
 
@@ -314,7 +351,9 @@ def test_the_correction_makes_value_and_gradient_those_of_the_kl(kind: Any, old:
     def loss(x: Tensor) -> Tensor:
         return policy.corrected_kl_estimate(x, old, REF, kind=kind)[0]
 
-    torch.testing.assert_close((old.exp() * loss(LOGITS.log_softmax(-1))).sum(), kl(LOGITS.log_softmax(-1), REF))
+    torch.testing.assert_close(
+        (old.exp() * loss(LOGITS.log_softmax(-1))).sum(), kl(LOGITS.log_softmax(-1), REF)
+    )
     true = slope(lambda x: kl(x.log_softmax(-1), REF), LOGITS)
     torch.testing.assert_close(expected_slope(old.exp(), loss, LOGITS), true)
 
@@ -323,7 +362,10 @@ def test_reinforce_with_k2_to_the_old_policy_is_mirror_descent() -> None:
     logp, advantage, tau = LOGP + draw(8, seed=14), draw(8, seed=15), 0.3
     squared = slope(lambda x: (advantage - tau * (x - LOGP)).square() / (2 * tau), logp)
     composed = slope(
-        lambda x: policy.reinforce(x, advantage)[0] + tau * policy.kl_estimate(x, LOGP, kind="k2")[0], logp
+        lambda x: (
+            policy.reinforce(x, advantage)[0] + tau * policy.kl_estimate(x, LOGP, kind="k2")[0]
+        ),
+        logp,
     )
     torch.testing.assert_close(composed, squared)
 
@@ -338,7 +380,9 @@ def test_the_entropy_mask_keeps_the_tokens_above_the_quantile(tokens: int) -> No
         assert mask.sum() == 1 + int(share * (tokens - 1))
 
 
-def test_the_entropy_mask_keeps_ties_and_shapes_and_takes_a_step_of_any_size(as_users_run_it: None) -> None:
+def test_the_entropy_mask_keeps_ties_and_shapes_and_takes_a_step_of_any_size(
+    as_users_run_it: None,
+) -> None:
     assert policy.high_entropy_mask(torch.ones(2, 3), quantile=0.2).tolist() == [[True] * 3] * 2
     assert policy.high_entropy_mask(torch.zeros(0, 3), quantile=0.2).shape == (0, 3)
     assert policy.high_entropy_mask(torch.zeros(0), quantile=0.2).dtype == torch.bool

@@ -1,6 +1,8 @@
-"""Every objective on pairs, with and without a reference, against its equation, its errors and its paper's laws.
+"""Every objective on pairs, with and without a reference, against its equation, its errors and its
+paper's laws.
 
-The equations stand here a second time, in 400-digit arithmetic on plain numbers, where nothing needs to be stable.
+The equations stand here a second time, in 400-digit arithmetic on plain numbers, where nothing
+needs to be stable.
 """
 
 import itertools
@@ -69,7 +71,8 @@ class Case:
         return self.objective(*tensors, **self.hyper)
 
 
-B, E, T, G, A = (mpf(x) for x in (0.3, 0.125, 0.05, 1.5, 0.25))  # as the floats below, not as the decimals
+# as the floats below, not as the decimals
+B, E, T, G, A = (mpf(x) for x in (0.3, 0.125, 0.05, 1.5, 0.25))
 beta, smooth, gamma = {"beta": 0.3}, {"label_smoothing": 0.125}, {"gamma": 1.5}
 linear = B.__mul__
 
@@ -86,16 +89,37 @@ CASES = [
     Case(ob.ipo, WITH_REFERENCE, beta, lambda a, b: (a - b - 1 / (2 * B)) ** 2, linear),
     Case(ob.hinge, WITH_REFERENCE, beta, lambda a, b: max(mpf(0), 1 - B * (a - b)), linear),
     Case(ob.exo, WITH_REFERENCE, beta | smooth, lambda a, b: kl(B * (a - b), E), linear),
-    Case(ob.nca, WITH_REFERENCE, beta, lambda a, b: bce(B * a) + (bce(-B * a) + bce(-B * b)) / 2, linear),
+    Case(
+        ob.nca,
+        WITH_REFERENCE,
+        beta,
+        lambda a, b: bce(B * a) + (bce(-B * a) + bce(-B * b)) / 2,
+        linear,
+    ),
     Case(ob.bco_pair, WITH_REFERENCE, beta, lambda a, b: bce(B * a) + bce(-B * b), linear),
-    Case(ob.sppo_hard, WITH_REFERENCE, beta, lambda a, b: (a - 1 / (2 * B)) ** 2 + (b + 1 / (2 * B)) ** 2, linear),
+    Case(
+        ob.sppo_hard,
+        WITH_REFERENCE,
+        beta,
+        lambda a, b: (a - 1 / (2 * B)) ** 2 + (b + 1 / (2 * B)) ** 2,
+        linear,
+    ),
     Case(ob.apo_zero, WITH_REFERENCE, beta, lambda a, b: 1 - sigma(B * a) + sigma(B * b), linear),
-    Case(ob.apo_down, WITH_REFERENCE, beta, lambda a, b: sigma(B * a) + 1 - sigma(B * (a - b)), linear),
+    Case(
+        ob.apo_down,
+        WITH_REFERENCE,
+        beta,
+        lambda a, b: sigma(B * a) + 1 - sigma(B * (a - b)),
+        linear,
+    ),
     Case(
         ob.discopop,
         WITH_REFERENCE,
         beta,
-        lambda a, b: (1 - sigma(B * (a - b) / T)) * bce(B * (a - b)) + sigma(B * (a - b) / T) * mp.exp(-B * (a - b)),
+        lambda a, b: (
+            (1 - sigma(B * (a - b) / T)) * bce(B * (a - b))
+            + sigma(B * (a - b) / T) * mp.exp(-B * (a - b))
+        ),
         linear,
     ),
     Case(
@@ -141,7 +165,13 @@ CASES = [
     Case(ob.orpo, MEANS, {}, lambda c, r: mp.log(1 + odds(r) / odds(c)), lambda m: m),
 ]
 # One of its tensors is a constant, so that its gradient is not that of its equation.
-TDPO2 = Case(ob.tdpo2, DIVERGENCES, beta | {"alpha": 0.25}, lambda a, b, c, d: bce(B * (a - b - A * (d - c))), linear)
+TDPO2 = Case(
+    ob.tdpo2,
+    DIVERGENCES,
+    beta | {"alpha": 0.25},
+    lambda a, b, c, d: bce(B * (a - b - A * (d - c))),
+    linear,
+)
 COUPLED = [
     Case(objective, WITH_REFERENCE, beta | smooth, NotImplemented, linear, pairs_are_coupled=True)
     for objective in (ob.aot, ob.aot_unpaired)
@@ -149,7 +179,10 @@ COUPLED = [
 
 
 def names(cases: list[Case]) -> list[str]:
-    return ["-".join([case.name, *(f"{k}={v}" for k, v in case.hyper.items() if k != "beta")]) for case in cases]
+    return [
+        "-".join([case.name, *(f"{k}={v}" for k, v in case.hyper.items() if k != "beta")])
+        for case in cases
+    ]
 
 
 uncoupled = pytest.mark.parametrize("case", CASES, ids=names(CASES))
@@ -184,7 +217,10 @@ def columns(tensors: list[Tensor]) -> list[tuple[float, ...]]:
 def close(actual: Tensor, expected: list[mpf], rtol: float = 1e-12, atol: float = 1e-290) -> None:
     """Relatively close, however small: only below 1e-290 doubles have too few digits left."""
     torch.testing.assert_close(
-        actual.detach(), torch.tensor([float(x) for x in expected], dtype=torch.float64), rtol=rtol, atol=atol
+        actual.detach(),
+        torch.tensor([float(x) for x in expected], dtype=torch.float64),
+        rtol=rtol,
+        atol=atol,
     )
 
 
@@ -198,12 +234,19 @@ def test_loss_and_gradient_equal_the_equation(case: Case) -> None:
     for i, gradient in enumerate(gradients):
         one = tuple(int(j == i) for j in range(len(tensors)))
         with mp.workdps(60):
-            close(gradient, [mp.diff(case.equation_of_inputs, pair, one) for pair in columns(tensors)], rtol=1e-11)
+            close(
+                gradient,
+                [mp.diff(case.equation_of_inputs, pair, one) for pair in columns(tensors)],
+                rtol=1e-11,
+            )
 
 
 @uncoupled
 def test_the_equation_holds_far_from_the_ordinary(case: Case) -> None:
-    tensors = grid(case, [-600.0, -37.0, -1e-3, -1e-9] if case.inputs == MEANS else [-2000.0, -1990.0, -100.0, 0.0])
+    tensors = grid(
+        case,
+        [-600.0, -37.0, -1e-3, -1e-9] if case.inputs == MEANS else [-2000.0, -1990.0, -100.0, 0.0],
+    )
     loss, _ = case(tensors)
     close(loss, [case.equation_of_inputs(*pair) for pair in columns(tensors)], rtol=1e-11)
 
@@ -224,7 +267,9 @@ def test_loss_stats_and_gradient_are_finite_everywhere(case: Case, dtype: torch.
 def test_gradcheck(case: Case) -> None:
     tensors = logps(case)
     policy = (
-        tensors if case.name != "hinge" else [t.detach().mul(0.01).requires_grad_() for t in tensors]
+        tensors
+        if case.name != "hinge"
+        else [t.detach().mul(0.01).requires_grad_() for t in tensors]
     )  # off the kink
     assert torch.autograd.gradcheck(lambda *t: case(list(t))[0], policy)
 
@@ -244,7 +289,10 @@ def test_stats_are_the_implicit_rewards_detached_and_shaped_like_the_loss(case: 
     tensors = logps(case)
     loss, stats = case(tensors)
     assert loss.requires_grad
-    assert all(not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype for s in stats.values())
+    assert all(
+        not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype
+        for s in stats.values()
+    )
 
     arguments = columns(tensors)
     if case.has_reference:
@@ -291,7 +339,8 @@ def test_no_silent_broadcast(case: Case, as_users_run_it: None) -> None:
 
 
 WITH_ALPHA = {
-    reference: [c for c in EVERY if "alpha" in c.hyper and c.has_reference is reference] for reference in (True, False)
+    reference: [c for c in EVERY if "alpha" in c.hyper and c.has_reference is reference]
+    for reference in (True, False)
 }
 OUT_OF_RANGE = {
     "beta": (EVERY, [0.0, -0.1, math.nan, math.inf], "> 0"),
@@ -306,7 +355,11 @@ OUT_OF_RANGE = {
         [-0.1, 0.5, math.nan],
         "in [0, 0.5)",
     ),
-    "exo's label_smoothing": ([c for c in CASES if c.name == "exo"], [0.0, -0.1, 0.5, math.nan], "in (0, 0.5)"),
+    "exo's label_smoothing": (
+        [c for c in CASES if c.name == "exo"],
+        [0.0, -0.1, 0.5, math.nan],
+        "in (0, 0.5)",
+    ),
 }
 
 
@@ -343,7 +396,11 @@ def test_tdpo2_equals_its_equation_and_takes_no_gradient_of_the_chosen_divergenc
         one = tuple(int(j == i) for j in range(len(tensors)))
         with mp.workdps(60):
             expected = [mp.diff(TDPO2.equation_of_inputs, pair, one) for pair in columns(tensors)]
-        close(gradient, [mpf(0)] * 6 if DIVERGENCES[i] == "divergence_chosen" else expected, rtol=1e-11)
+        close(
+            gradient,
+            [mpf(0)] * 6 if DIVERGENCES[i] == "divergence_chosen" else expected,
+            rtol=1e-11,
+        )
 
 
 def shuffled(x: Tensor, seed: int) -> Tensor:
@@ -355,7 +412,10 @@ def test_aot_compares_sorted_preferences() -> None:
     policy = sorted((c - r).tolist())
     reference = sorted((rc - rr).tolist())
     loss, _ = ob.aot(c, r, rc, rr, beta=0.3, label_smoothing=0.125)
-    close(loss.sort().values, sorted(bce(B * (mpf(p) - mpf(q)), E) for p, q in zip(policy, reference, strict=True)))
+    close(
+        loss.sort().values,
+        sorted(bce(B * (mpf(p) - mpf(q)), E) for p, q in zip(policy, reference, strict=True)),
+    )
     by_pair = dict(zip(policy, reference, strict=True))
     close(loss, [bce(B * (mpf(p) - mpf(by_pair[p])), E) for p in (c - r).tolist()])
     again, _ = ob.aot(c, r, shuffled(rc, 1), shuffled(rr, 1), beta=0.3, label_smoothing=0.125)
@@ -367,7 +427,9 @@ def test_aot_unpaired_compares_sorted_rewards() -> None:
     by_chosen = dict(zip(sorted((c - rc).tolist()), sorted((r - rr).tolist()), strict=True))
     loss, _ = ob.aot_unpaired(c, r, rc, rr, beta=0.3, label_smoothing=0.125)
     close(loss, [bce(B * (mpf(a) - mpf(by_chosen[a])), E) for a in (c - rc).tolist()])
-    again, _ = ob.aot_unpaired(c, shuffled(r, 1), rc, shuffled(rr, 1), beta=0.3, label_smoothing=0.125)
+    again, _ = ob.aot_unpaired(
+        c, shuffled(r, 1), rc, shuffled(rr, 1), beta=0.3, label_smoothing=0.125
+    )
     torch.testing.assert_close(again, loss)
 
 
@@ -399,7 +461,8 @@ def test_f_divergence_score_equals_the_derivative_of_its_divergence(
     values = [-200.0, -31.0, -1.5, -1e-9, 0.0, 1e-9, 0.7, 40.0, 2000.0]
     r = torch.tensor(values, dtype=torch.float64, requires_grad=True)
     score = ob.f_divergence_score(r, **hyper)
-    close(score, [derivative(mp.exp(mpf(x))) for x in values], atol=1e-15)  # f′(1) = 0 is the sum of two numbers near 1
+    # f′(1) = 0 is the sum of two numbers near 1
+    close(score, [derivative(mp.exp(mpf(x))) for x in values], atol=1e-15)
     (slope,) = torch.autograd.grad(score.sum(), r)
     close(slope, [mp.diff(lambda x: derivative(mp.exp(x)), mpf(x)) for x in values], rtol=1e-11)
 
@@ -425,5 +488,7 @@ def test_f_divergence_score_names_what_it_knows(as_users_run_it: None) -> None:
     with pytest.raises(ValueError, match=wanted):
         ob.f_divergence_score(torch.zeros(1), divergence="chi")  # type: ignore[arg-type]
     for alpha in (0.0, 1.0, math.nan):
-        with pytest.raises(ValueError, match=rf"^f_divergence_score: alpha must be in \(0, 1\), got {alpha}$"):
+        with pytest.raises(
+            ValueError, match=rf"^f_divergence_score: alpha must be in \(0, 1\), got {alpha}$"
+        ):
             ob.f_divergence_score(torch.zeros(1), divergence="alpha", alpha=alpha)

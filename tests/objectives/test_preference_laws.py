@@ -1,4 +1,6 @@
-"""What the papers promise of objectives on pairs: where they rest, what they leave alone, what they reduce to."""
+"""What the papers promise of objectives on pairs: where they rest, what they leave alone, what they
+reduce to.
+"""
 
 import math
 from typing import Any
@@ -40,7 +42,9 @@ def margins(*values: float) -> list[Tensor]:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_reference_itself_has_the_loss_of_a_coin(objective: Any, hyper: dict[str, float], expected: float) -> None:
+def test_the_reference_itself_has_the_loss_of_a_coin(
+    objective: Any, hyper: dict[str, float], expected: float
+) -> None:
     for b in (0.01, 0.1, 5.0):
         loss, _ = objective(*at_the_reference, beta=b, **hyper)
         torch.testing.assert_close(loss, torch.full_like(loss, expected))
@@ -71,7 +75,8 @@ def test_length_regularized_dpo_is_the_optimum_of_a_reward_less_its_length() -> 
     pairs = torch.combinations(torch.arange(5))
     both = [x[pairs[:, i]] for x in (best, reference, length) for i in (0, 1)]
     loss, _ = ob.length_regularized_dpo(*both, beta=0.3, alpha=0.02)
-    difference = reward[pairs[:, 0]] - reward[pairs[:, 1]]  # Bradley and Terry's, of the rewards alone
+    # Bradley and Terry's, of the rewards alone
+    difference = reward[pairs[:, 0]] - reward[pairs[:, 1]]
     torch.testing.assert_close(loss, -torch.nn.functional.logsigmoid(difference))
 
 
@@ -93,7 +98,9 @@ def test_chi_po_s_optimum_has_the_kl_and_the_chi_square_penalty() -> None:
     pairs = torch.combinations(torch.arange(5))
     both = [x[pairs[:, i]] for x in (policy, reference) for i in (0, 1)]
     loss, _ = ob.chi_po(*both, beta=0.3)
-    torch.testing.assert_close(loss, -torch.nn.functional.logsigmoid(reward[pairs[:, 0]] - reward[pairs[:, 1]]))
+    torch.testing.assert_close(
+        loss, -torch.nn.functional.logsigmoid(reward[pairs[:, 0]] - reward[pairs[:, 1]])
+    )
 
 
 def test_chi_po_leaves_pairs_beyond_its_clip_alone_and_has_none_by_default() -> None:
@@ -109,8 +116,12 @@ def test_tdpo_is_dpo_where_divergences_are_equal_and_its_forms_agree_at_alpha_on
     chosen, rejected, *reference = margins(-2.0, 0.5, 3.0)
     small, large = torch.tensor([0.5, 2.0, 7.0]).double(), torch.tensor([1.5, 2.5, 9.0]).double()
     dpo, _ = ob.dpo(chosen, rejected, *reference, beta=0.3)
-    torch.testing.assert_close(ob.tdpo1(chosen, rejected, *reference, small, small, beta=0.3)[0], dpo)
-    torch.testing.assert_close(ob.tdpo2(chosen, rejected, *reference, small, large, beta=0.3, alpha=0.0)[0], dpo)
+    torch.testing.assert_close(
+        ob.tdpo1(chosen, rejected, *reference, small, small, beta=0.3)[0], dpo
+    )
+    torch.testing.assert_close(
+        ob.tdpo2(chosen, rejected, *reference, small, large, beta=0.3, alpha=0.0)[0], dpo
+    )
     first, _ = ob.tdpo1(chosen, rejected, *reference, small, large, beta=0.3)
     second, _ = ob.tdpo2(chosen, rejected, *reference, small, large, beta=0.3, alpha=1.0)
     torch.testing.assert_close(first, second)
@@ -122,7 +133,9 @@ def test_cal_dpo_is_the_sum_that_the_page_says() -> None:
     a, b = chosen, rejected
     equation = -torch.nn.functional.logsigmoid(a - b) + (a - 1 / 0.6) ** 2 + (b + 1 / 0.6) ** 2
     calibrated, _ = ob.sppo_hard(chosen, rejected, *reference, beta=0.3)
-    torch.testing.assert_close(ob.dpo(chosen, rejected, *reference, beta=1.0)[0] + calibrated, equation)
+    torch.testing.assert_close(
+        ob.dpo(chosen, rejected, *reference, beta=1.0)[0] + calibrated, equation
+    )
 
 
 @pytest.mark.parametrize("margin", [-40.0, -0.7, 0.0, 3.0])
@@ -194,7 +207,8 @@ def test_cpo_is_dpo_against_a_uniform_reference() -> None:
     chosen, rejected = torch.tensor([[-3.0, -29.0, -8.0], [-5.0, -1.0, -8.5]], dtype=torch.float64)
     uniform = torch.full_like(chosen, -12.5)
     torch.testing.assert_close(
-        ob.cpo(chosen, rejected, beta=0.3)[0], ob.dpo(chosen, rejected, uniform, uniform, beta=0.3)[0]
+        ob.cpo(chosen, rejected, beta=0.3)[0],
+        ob.dpo(chosen, rejected, uniform, uniform, beta=0.3)[0],
     )
 
 
@@ -208,7 +222,10 @@ def test_simpo_is_undecided_at_its_target_margin() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1e-12, -1e-12])
 def test_alpha_po_is_simpo_as_alpha_goes_to_zero(alpha: float) -> None:
-    means = [torch.tensor([-0.2, -1.1], dtype=torch.float64), torch.tensor([-0.9, -0.3], dtype=torch.float64)]
+    means = [
+        torch.tensor([-0.2, -1.1], dtype=torch.float64),
+        torch.tensor([-0.9, -0.3], dtype=torch.float64),
+    ]
     loss, _ = ob.alpha_po(*means, beta=2.5, gamma=0.5, alpha=alpha)
     torch.testing.assert_close(loss, ob.simpo(*means, beta=2.5, gamma=0.5)[0], rtol=1e-10, atol=0)
 

@@ -1,4 +1,6 @@
-"""Objectives on scores of completions and of steps: their equations, their laws, and what they refuse."""
+"""Objectives on scores of completions and of steps: their equations, their laws, and what they
+refuse.
+"""
 
 import itertools
 import math
@@ -33,7 +35,8 @@ def rao_kupper(x: mpf, y: mpf, theta: mpf) -> mpf:
 
 LIMIT = mpf(0.75)
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
-# Every elementwise objective with its equation and its statistics, as functions of the entries of its tensors.
+# Every elementwise objective with its equation and its statistics, as functions of the entries of
+# its tensors.
 CASES: dict[str, tuple[Objective, int, Callable[..., mpf], dict[str, Callable[..., mpf]]]] = {
     "bradley_terry": (
         rw.bradley_terry,
@@ -49,16 +52,28 @@ CASES: dict[str, tuple[Objective, int, Callable[..., mpf], dict[str, Callable[..
         rw.bradley_terry,
         2,
         lambda c, r: -mp.log(sigma(c - r)),
-        {"mean_reward": lambda c, r: (c + r) / 2, "margin": lambda c, r: c - r, "accuracy": lambda c, r: c > r},
+        {
+            "mean_reward": lambda c, r: (c + r) / 2,
+            "margin": lambda c, r: c - r,
+            "accuracy": lambda c, r: c > r,
+        },
     ),
     "bradley_terry_ties-decided": (
-        lambda c, r: rw.bradley_terry_ties(c, r, torch.zeros_like(c, dtype=torch.bool), threshold=0.75),
+        lambda c, r: rw.bradley_terry_ties(
+            c, r, torch.zeros_like(c, dtype=torch.bool), threshold=0.75
+        ),
         2,
         lambda c, r: -mp.log(sigma(c - r - LIMIT)),
-        {"mean_reward": lambda c, r: (c + r) / 2, "margin": lambda c, r: c - r, "accuracy": lambda c, r: c > r},
+        {
+            "mean_reward": lambda c, r: (c + r) / 2,
+            "margin": lambda c, r: c - r,
+            "accuracy": lambda c, r: c > r,
+        },
     ),
     "bradley_terry_ties-tied": (
-        lambda c, r: rw.bradley_terry_ties(c, r, torch.ones_like(c, dtype=torch.bool), threshold=0.75),
+        lambda c, r: rw.bradley_terry_ties(
+            c, r, torch.ones_like(c, dtype=torch.bool), threshold=0.75
+        ),
         2,
         lambda c, r: -mp.log(rao_kupper(mp.exp(c), mp.exp(r), mp.exp(LIMIT))),
         {
@@ -96,7 +111,10 @@ elementwise = pytest.mark.parametrize("name", CASES)
 
 def scores(count: int = 8, size: int = 3, seed: int = 0) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    return [(4 * torch.randn(size, generator=draw, dtype=torch.float64)).requires_grad_() for _ in range(count)]
+    return [
+        (4 * torch.randn(size, generator=draw, dtype=torch.float64)).requires_grad_()
+        for _ in range(count)
+    ]
 
 
 def close(actual: Tensor, expected: list[mpf], rtol: float = 1e-12) -> None:
@@ -116,13 +134,19 @@ def test_loss_and_gradient_equal_the_equation(name: str) -> None:
     for i, gradient in enumerate(torch.autograd.grad(loss.sum(), tensors)):
         one = tuple(int(j == i) for j in range(count))
         with mp.workdps(60):
-            close(gradient, [mp.diff(equation, column, one) for column in columns(tensors)], rtol=1e-10)
+            close(
+                gradient,
+                [mp.diff(equation, column, one) for column in columns(tensors)],
+                rtol=1e-10,
+            )
     assert torch.autograd.gradcheck(lambda *t: objective(*t)[0], tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @elementwise
-def test_loss_stats_and_gradient_are_finite_at_scores_of_ten_thousand(name: str, dtype: torch.dtype) -> None:
+def test_loss_stats_and_gradient_are_finite_at_scores_of_ten_thousand(
+    name: str, dtype: torch.dtype
+) -> None:
     objective, count, equation, _ = CASES[name]
     grid = zip(*itertools.product([-1e4, -50.0, 0.0, 1e-7, 50.0, 1e4], repeat=count), strict=True)
     tensors = [torch.tensor(column, dtype=dtype, requires_grad=True) for column in grid]
@@ -145,7 +169,10 @@ def test_units_do_not_interact_and_stats_have_the_loss_s_shape(name: str) -> Non
         assert torch.equal(jacobian, jacobian.diagonal().diag())
     loss, stats = objective(*tensors)
     assert list(stats) == list(statistics)
-    assert all(not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype for s in stats.values())
+    assert all(
+        not s.requires_grad and s.shape == loss.shape and s.dtype == loss.dtype
+        for s in stats.values()
+    )
     for stat, equation in statistics.items():
         close(stats[stat], [mpf(equation(*column)) for column in columns(tensors)])
     if "accuracy" in stats:
@@ -179,7 +206,9 @@ def test_bradley_terry_asks_for_the_margin_and_knows_scores_up_to_a_constant() -
     at_margin, _ = rw.bradley_terry(rejected + 1.5, rejected, 1.5)
     torch.testing.assert_close(at_margin, torch.full_like(at_margin, math.log(2)))
     one = rw.bradley_terry(chosen, rejected, 1.5)[0]
-    torch.testing.assert_close(one, rw.bradley_terry(chosen, rejected, torch.full_like(chosen, 1.5))[0])
+    torch.testing.assert_close(
+        one, rw.bradley_terry(chosen, rejected, torch.full_like(chosen, 1.5))[0]
+    )
     torch.testing.assert_close(one, rw.bradley_terry(chosen + 7, rejected + 7, 1.5)[0])
     shifted = rw.centering(chosen + 7, rejected + 7)[0]
     assert (shifted > rw.centering(chosen - rejected, rejected - chosen)[0]).all()
@@ -192,8 +221,12 @@ def test_a_pair_is_won_tied_or_lost(threshold: float) -> None:
     won, _ = rw.bradley_terry_ties(chosen, rejected, no, threshold=threshold)
     lost, _ = rw.bradley_terry_ties(rejected, chosen, no, threshold=threshold)
     tie, _ = rw.bradley_terry_ties(chosen, rejected, yes, threshold=threshold)
-    torch.testing.assert_close((-won).exp() + (-lost).exp() + (-tie).exp(), torch.ones(20, dtype=torch.float64))
-    torch.testing.assert_close(tie, rw.bradley_terry_ties(rejected, chosen, yes, threshold=threshold)[0])
+    torch.testing.assert_close(
+        (-won).exp() + (-lost).exp() + (-tie).exp(), torch.ones(20, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        tie, rw.bradley_terry_ties(rejected, chosen, yes, threshold=threshold)[0]
+    )
 
 
 def test_ties_of_a_vanishing_threshold_are_bradley_terry_and_equal_scores_tie_best() -> None:
@@ -242,7 +275,9 @@ def test_hl_gauss_equals_its_equation_in_value_and_gradient() -> None:
         p = [float(x) for x in shares(y, -1.0, 2.0, 6, 0.3)]
         expected = -math.fsum(a * b for a, b in zip(p, logp[i], strict=True))
         assert loss[i].item() == pytest.approx(expected, rel=1e-12)
-        assert slope[i].tolist() == pytest.approx([a - b for a, b in zip(q[i], p, strict=True)], abs=1e-12)
+        assert slope[i].tolist() == pytest.approx(
+            [a - b for a, b in zip(q[i], p, strict=True)], abs=1e-12
+        )
         mean = math.fsum(a * (-0.75 + 0.5 * k) for k, a in enumerate(q[i]))
         assert stats["mean_reward"][i].item() == pytest.approx(mean, rel=1e-12, abs=1e-15)
         assert stats["absolute_error"][i].item() == pytest.approx(abs(mean - y), rel=1e-12)
@@ -255,7 +290,9 @@ def test_hl_gauss_equals_its_equation_in_value_and_gradient() -> None:
 
 def test_what_hl_gauss_learns_is_read_off_by_the_mean_of_the_histogram() -> None:
     targets = [-0.5, -0.21, 0.0, 0.4, 1.5]
-    learned = torch.tensor([[float(p) for p in shares(y, -1.0, 2.0, 60, 0.0375)] for y in targets], dtype=torch.float64)
+    learned = torch.tensor(
+        [[float(p) for p in shares(y, -1.0, 2.0, 60, 0.0375)] for y in targets], dtype=torch.float64
+    )
     logits = learned.log().clamp(min=-800).requires_grad_()
     target = torch.tensor(targets, dtype=torch.float64)
     loss, stats = rw.hl_gauss(logits.log_softmax(-1), target, low=-1.0, high=2.0, sigma=0.0375)
@@ -279,7 +316,9 @@ def test_hl_gauss_of_a_narrow_normal_is_the_cross_entropy_of_the_bin() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_hl_gauss_is_finite_for_targets_far_away_and_bins_of_no_mass(dtype: torch.dtype) -> None:
     target = torch.tensor([-1e30, -1.0, 0.0, 1.0, 1e30], dtype=dtype)
-    logits = torch.tensor([0.0, -2000.0, -1e4, 50.0], dtype=dtype).expand(5, 4).clone().requires_grad_()
+    logits = (
+        torch.tensor([0.0, -2000.0, -1e4, 50.0], dtype=dtype).expand(5, 4).clone().requires_grad_()
+    )
     for spread in (1e-6, 0.5, 1e6):
         loss, stats = rw.hl_gauss(logits.log_softmax(-1), target, low=-1.0, high=1.0, sigma=spread)
         (slope,) = torch.autograd.grad(loss.sum(), logits)
@@ -307,7 +346,9 @@ def test_plackett_luce_sums_to_the_negative_log_likelihood_of_each_ranking() -> 
     for group in range(3):
         inside = group == GROUP
         best_first = SCORE[inside][RANK[inside].argsort()].tolist()
-        assert loss[inside].sum().item() == pytest.approx(float(-mp.log(likelihood(best_first))), rel=1e-14)
+        assert loss[inside].sum().item() == pytest.approx(
+            float(-mp.log(likelihood(best_first))), rel=1e-14
+        )
     assert loss[[2, 4, 5]].tolist() == [0, 0, 0]  # nothing is left beside the last of a group
     assert torch.autograd.gradcheck(lambda s: rw.plackett_luce(s, GROUP, RANK)[0], score)
 
@@ -322,17 +363,25 @@ def test_plackett_luce_is_a_distribution_over_rankings() -> None:
 def test_plackett_luce_of_two_is_bradley_terry_and_its_order_of_rows_is_free() -> None:
     chosen, rejected = scores(2)
     group = torch.arange(3).repeat(2)
-    loss, _ = rw.plackett_luce(torch.cat([chosen, rejected]), group, torch.tensor([0, 0, 0, 1, 1, 1]))
-    torch.testing.assert_close(loss[:3], rw.bradley_terry(chosen, rejected)[0], rtol=1e-12, atol=1e-15)
+    loss, _ = rw.plackett_luce(
+        torch.cat([chosen, rejected]), group, torch.tensor([0, 0, 0, 1, 1, 1])
+    )
+    torch.testing.assert_close(
+        loss[:3], rw.bradley_terry(chosen, rejected)[0], rtol=1e-12, atol=1e-15
+    )
     assert loss[3:].tolist() == [0, 0, 0]
     mixed = torch.tensor([5, 0, 3, 1, 7, 2, 6, 4])
     straight, _ = rw.plackett_luce(SCORE, GROUP, RANK)
-    torch.testing.assert_close(rw.plackett_luce(SCORE[mixed], GROUP[mixed], RANK[mixed])[0], straight[mixed])
+    torch.testing.assert_close(
+        rw.plackett_luce(SCORE[mixed], GROUP[mixed], RANK[mixed])[0], straight[mixed]
+    )
 
 
 def test_tied_completions_are_all_left_when_either_is_chosen() -> None:
     score = torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    loss, stats = rw.plackett_luce(score, torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1]))
+    loss, stats = rw.plackett_luce(
+        score, torch.zeros(3, dtype=torch.int64), torch.tensor([0, 0, 1])
+    )
     either = math.log(2 * math.e + math.exp(-1)) - 1
     assert loss.tolist() == pytest.approx([either, either, 0])
     (slope,) = torch.autograd.grad(loss.sum(), score)
@@ -342,16 +391,27 @@ def test_tied_completions_are_all_left_when_either_is_chosen() -> None:
 
 def test_groups_do_not_interact() -> None:
     score = SCORE.clone().requires_grad_()
-    jacobian = torch.autograd.functional.jacobian(lambda s: rw.plackett_luce(s, GROUP, RANK)[0], score)
-    assert torch.equal(jacobian[GROUP[:, None] != GROUP], torch.zeros(64 - 16 - 1 - 9, dtype=torch.float64))
+    jacobian = torch.autograd.functional.jacobian(
+        lambda s: rw.plackett_luce(s, GROUP, RANK)[0], score
+    )
+    assert torch.equal(
+        jacobian[GROUP[:, None] != GROUP], torch.zeros(64 - 16 - 1 - 9, dtype=torch.float64)
+    )
     far = torch.where(GROUP == 1, 1e4, SCORE)
-    assert torch.equal(rw.plackett_luce(far, GROUP, RANK)[0], rw.plackett_luce(SCORE, GROUP, RANK)[0])
+    assert torch.equal(
+        rw.plackett_luce(far, GROUP, RANK)[0], rw.plackett_luce(SCORE, GROUP, RANK)[0]
+    )
 
 
-def test_the_accuracy_of_a_ranking_counts_the_completions_each_one_is_on_the_right_side_of() -> None:
+def test_the_accuracy_of_a_ranking_counts_the_completions_each_one_is_on_the_right_side_of() -> (
+    None
+):
     _, stats = rw.plackett_luce(SCORE.clone().requires_grad_(), GROUP, RANK)
-    # 0 vs 3 is wrong in the first group; in the last, the worst-ranked is lowest, and the best-ranked not highest
-    assert stats["accuracy"].tolist() == pytest.approx([2 / 3, 1, 1, 2 / 3, 0, 1, 1 / 2, 1 / 2], rel=1e-15)
+    # 0 vs 3 is wrong in the first group; in the last, the worst-ranked is lowest, and the
+    # best-ranked not highest
+    assert stats["accuracy"].tolist() == pytest.approx(
+        [2 / 3, 1, 1, 2 / 3, 0, 1, 1 / 2, 1 / 2], rel=1e-15
+    )
     assert stats["mean_reward"].tolist() == SCORE.tolist()
     assert all(not s.requires_grad and s.dtype == SCORE.dtype for s in stats.values())
     equal, zero = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
@@ -359,8 +419,12 @@ def test_the_accuracy_of_a_ranking_counts_the_completions_each_one_is_on_the_rig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_plackett_luce_is_finite_at_scores_of_ten_thousand_and_of_nothing(dtype: torch.dtype) -> None:
-    score = torch.tensor([1e4, -1e4, 0.0, 1e4, 50.0, -50.0, 0.0, 1e-7], dtype=dtype, requires_grad=True)
+def test_plackett_luce_is_finite_at_scores_of_ten_thousand_and_of_nothing(
+    dtype: torch.dtype,
+) -> None:
+    score = torch.tensor(
+        [1e4, -1e4, 0.0, 1e4, 50.0, -50.0, 0.0, 1e-7], dtype=dtype, requires_grad=True
+    )
     loss, stats = rw.plackett_luce(score, GROUP, RANK)
     (slope,) = torch.autograd.grad(loss.sum(), score)
     assert all(t.isfinite().all() and t.dtype == dtype for t in (loss, slope, *stats.values()))
@@ -375,7 +439,13 @@ def test_hard_labels_are_probabilities_of_zero_and_one() -> None:
     label = torch.tensor([True, False, False, True])
     hard, _ = rw.step_loss(logit, label)
     assert torch.equal(hard, rw.step_loss(logit, label.double())[0])
-    close(hard, [-mp.log(sigma(mpf(z) if y else -mpf(z))) for z, y in zip(logit.tolist(), label.tolist(), strict=True)])
+    close(
+        hard,
+        [
+            -mp.log(sigma(mpf(z) if y else -mpf(z)))
+            for z, y in zip(logit.tolist(), label.tolist(), strict=True)
+        ],
+    )
 
 
 def test_a_soft_label_is_best_met_by_its_own_logit() -> None:
@@ -418,7 +488,9 @@ def test_a_solution_s_score_is_of_its_own_steps_and_0_without_any(how: Any) -> N
 
 
 def test_aggregates_keep_their_order() -> None:
-    prod, least, mean = (rw.step_aggregate(STEPS, SEQUENCE, 5, how=how) for how in ("prod", "min", "mean"))
+    prod, least, mean = (
+        rw.step_aggregate(STEPS, SEQUENCE, 5, how=how) for how in ("prod", "min", "mean")
+    )
     assert (prod <= least).all() and (least <= mean).all()
 
 
@@ -427,7 +499,9 @@ def test_400_elo_points_are_odds_of_ten() -> None:
     assert (better - worse).item() == pytest.approx(400)
     first, second = (t.detach() for t in scores(2))
     loss, _ = rw.bradley_terry(first, second)
-    torch.testing.assert_close((-loss).exp(), 1 / (1 + 10 ** ((rw.elo(second) - rw.elo(first)) / 400)))
+    torch.testing.assert_close(
+        (-loss).exp(), 1 / (1 + 10 ** ((rw.elo(second) - rw.elo(first)) / 400))
+    )
 
 
 THREE, ONE = torch.zeros(3), torch.zeros(1)
@@ -437,14 +511,26 @@ IDS, ID = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: rw.bradley_terry(THREE, ONE), "bradley_terry: rejected must have the shape of chosen, [3], got [1]"),
+        (
+            lambda: rw.bradley_terry(THREE, ONE),
+            "bradley_terry: rejected must have the shape of chosen, [3], got [1]",
+        ),
         (
             lambda: rw.bradley_terry(THREE, THREE, ONE),
             "bradley_terry: margin must have the shape of chosen, [3], got [1]",
         ),
-        (lambda: rw.bradley_terry(THREE, THREE, math.nan), "bradley_terry: margin must be finite, got nan"),
-        (lambda: rw.bradley_terry(THREE, THREE, -math.inf), "bradley_terry: margin must be finite, got -inf"),
-        (lambda: rw.bradley_terry(THREE, THREE, math.inf), "bradley_terry: margin must be finite, got inf"),
+        (
+            lambda: rw.bradley_terry(THREE, THREE, math.nan),
+            "bradley_terry: margin must be finite, got nan",
+        ),
+        (
+            lambda: rw.bradley_terry(THREE, THREE, -math.inf),
+            "bradley_terry: margin must be finite, got -inf",
+        ),
+        (
+            lambda: rw.bradley_terry(THREE, THREE, math.inf),
+            "bradley_terry: margin must be finite, got inf",
+        ),
         (
             lambda: rw.bradley_terry_ties(THREE, THREE, THREE, threshold=1.0),
             "bradley_terry_ties: tied must be a Bool tensor, got torch.float32",
@@ -477,19 +563,34 @@ IDS, ID = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
             lambda: rw.histogram_mean(THREE, low=-math.inf, high=1.0),
             "histogram_mean: low must be finite, got -inf",
         ),
-        (lambda: rw.histogram_mean(THREE, low=math.inf, high=1.0), "histogram_mean: low must be finite, got inf"),
+        (
+            lambda: rw.histogram_mean(THREE, low=math.inf, high=1.0),
+            "histogram_mean: low must be finite, got inf",
+        ),
         (
             lambda: rw.histogram_mean(THREE, low=0.0, high=math.inf),
             "histogram_mean: high must be finite, above low = 0.0, got inf",
         ),
-        (lambda: rw.centering(THREE, ONE), "centering: rejected must have the shape of chosen, [3], got [1]"),
-        (lambda: rw.plackett_luce(THREE, ID, IDS), "plackett_luce: group must have the shape of score, [3], got [1]"),
-        (lambda: rw.plackett_luce(THREE, IDS, ID), "plackett_luce: rank must have the shape of score, [3], got [1]"),
+        (
+            lambda: rw.centering(THREE, ONE),
+            "centering: rejected must have the shape of chosen, [3], got [1]",
+        ),
+        (
+            lambda: rw.plackett_luce(THREE, ID, IDS),
+            "plackett_luce: group must have the shape of score, [3], got [1]",
+        ),
+        (
+            lambda: rw.plackett_luce(THREE, IDS, ID),
+            "plackett_luce: rank must have the shape of score, [3], got [1]",
+        ),
         (
             lambda: rw.score_regression(THREE, ONE),
             "score_regression: target must have the shape of score, [3], got [1]",
         ),
-        (lambda: rw.step_loss(THREE, ONE), "step_loss: label must have the shape of logit, [3], got [1]"),
+        (
+            lambda: rw.step_loss(THREE, ONE),
+            "step_loss: label must have the shape of logit, [3], got [1]",
+        ),
         (
             lambda: rw.step_aggregate(THREE, ID, 1, how="min"),
             "step_aggregate: sequence must have the shape of step_score, [3], got [1]",

@@ -28,8 +28,14 @@ def desensitized(x: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[list[float], int], float]]] = {
     "sequence_sum": (lambda x: ob.sequence_sum(x, SEQUENCE, 5), lambda y, _: math.fsum(y)),
-    "sequence_mean": (lambda x: ob.sequence_mean(x, SEQUENCE, 5), lambda y, _: math.fsum(y) / max(len(y), 1)),
-    "length_desensitized_sum": (desensitized, lambda y, n: math.fsum(y[:n]) + 0.3 * math.fsum(y[n:])),
+    "sequence_mean": (
+        lambda x: ob.sequence_mean(x, SEQUENCE, 5),
+        lambda y, _: math.fsum(y) / max(len(y), 1),
+    ),
+    "length_desensitized_sum": (
+        desensitized,
+        lambda y, n: math.fsum(y[:n]) + 0.3 * math.fsum(y[n:]),
+    ),
 }
 every = pytest.mark.parametrize("name", FUNCTIONS)
 
@@ -38,7 +44,9 @@ every = pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_equal_the_sums_over_python_lists(name: str) -> None:
     function, equation = FUNCTIONS[name]
     x = tokens()
-    expected = [equation(y, public) for y, public in zip(completions(x), PUBLIC.tolist(), strict=True)]
+    expected = [
+        equation(y, public) for y, public in zip(completions(x), PUBLIC.tolist(), strict=True)
+    ]
     assert function(x).tolist() == pytest.approx(expected, rel=1e-15)
 
 
@@ -71,11 +79,15 @@ def test_desensitizing_goes_from_a_common_length_to_the_plain_sum() -> None:
     plain = ob.sequence_sum(x, SEQUENCE, 5)
     cut = [math.fsum(y[:public]) for y, public in zip(completions(x), PUBLIC.tolist(), strict=True)]
     assert torch.equal(ob.length_desensitized_sum(x, SEQUENCE, PUBLIC, alpha=1.0), plain)
-    assert ob.length_desensitized_sum(x, SEQUENCE, PUBLIC, alpha=0.0).tolist() == pytest.approx(cut, rel=1e-15)
+    assert ob.length_desensitized_sum(x, SEQUENCE, PUBLIC, alpha=0.0).tolist() == pytest.approx(
+        cut, rel=1e-15
+    )
 
 
 def test_wpo_weight_is_the_geometric_mean_of_likelihood_over_expected_likelihood() -> None:
-    logits = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    logits = torch.randn(
+        8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
     p = logits.softmax(-1)
     target = torch.tensor([0, 5, 2, 2, 1, 1, 0, 4])
     logp = p[torch.arange(8), target].log()
@@ -83,7 +95,9 @@ def test_wpo_weight_is_the_geometric_mean_of_likelihood_over_expected_likelihood
     assert not weight.requires_grad
 
     rows = p.tolist()
-    ratio = torch.tensor([rows[t][v] / math.fsum(q * q for q in rows[t]) for t, v in enumerate(target.tolist())])
+    ratio = torch.tensor(
+        [rows[t][v] / math.fsum(q * q for q in rows[t]) for t, v in enumerate(target.tolist())]
+    )
     expected = [math.prod(y) ** (1 / max(len(y), 1)) for y in completions(ratio)]
     assert weight.tolist() == pytest.approx(expected, rel=1e-6)
 

@@ -35,7 +35,10 @@ def test_loss_equals_the_equation_at_any_shape(name: str) -> None:
     for shape in ((5,), (2, 3), ()):
         tensors = tokens(name, shape)
         loss, stats = objective(*tensors, **hyper)
-        expected = [equation(*values) for values in zip(*(t.flatten().tolist() for t in tensors), strict=True)]
+        expected = [
+            equation(*values)
+            for values in zip(*(t.flatten().tolist() for t in tensors), strict=True)
+        ]
         assert loss.shape == shape
         assert loss.flatten().tolist() == pytest.approx(expected, rel=1e-14)
         assert stats == {}
@@ -44,7 +47,9 @@ def test_loss_equals_the_equation_at_any_shape(name: str) -> None:
 @every
 def test_tokens_do_not_interact_and_gradients_stay_finite(name: str) -> None:
     objective, _, hyper, _ = CASES[name]
-    for jacobian in torch.autograd.functional.jacobian(lambda *t: objective(*t, **hyper)[0], tuple(tokens(name))):
+    for jacobian in torch.autograd.functional.jacobian(
+        lambda *t: objective(*t, **hyper)[0], tuple(tokens(name))
+    ):
         assert torch.equal(jacobian, jacobian.diagonal().diag())
     extreme = [torch.tensor([-2000.0, -0.0], requires_grad=True) for _ in CASES[name][1]]
     loss, _ = objective(*extreme, **hyper)
@@ -57,7 +62,9 @@ def test_smoothed_nll_is_cross_entropy_with_label_smoothing() -> None:
     target = torch.arange(7)
     logp = logits.log_softmax(-1)
     loss, _ = ob.label_smoothed_nll(logp[target, target], logp.mean(-1), label_smoothing=0.2)
-    expected = torch.nn.functional.cross_entropy(logits, target, label_smoothing=0.2, reduction="none")
+    expected = torch.nn.functional.cross_entropy(
+        logits, target, label_smoothing=0.2, reduction="none"
+    )
     torch.testing.assert_close(loss, expected)
     unsmoothed, _ = ob.label_smoothed_nll(logp[target, target], logp.mean(-1), label_smoothing=0.0)
     assert torch.equal(unsmoothed, ob.nll(logp[target, target])[0])
@@ -83,8 +90,14 @@ def test_smoothed_nll_says_what_is_wrong(as_users_run_it: None) -> None:
     three = torch.zeros(3)
     with pytest.raises(ValueError) as error:
         ob.label_smoothed_nll(three, torch.zeros(1), label_smoothing=0.1)
-    assert str(error.value) == "label_smoothed_nll: mean_logp must have the shape of logp, [3], got [1]"
+    assert (
+        str(error.value)
+        == "label_smoothed_nll: mean_logp must have the shape of logp, [3], got [1]"
+    )
     for wrong in (-0.1, 1.0, math.nan):
         with pytest.raises(ValueError) as error:
             ob.label_smoothed_nll(three, three, label_smoothing=wrong)
-        assert str(error.value) == f"label_smoothed_nll: label_smoothing must be in [0, 1), got {wrong}"
+        assert (
+            str(error.value)
+            == f"label_smoothed_nll: label_smoothing must be in [0, 1), got {wrong}"
+        )

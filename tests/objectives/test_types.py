@@ -1,4 +1,6 @@
-"""What every objective refuses: swapped arguments, tokens in place of completions, lists, and float16."""
+"""What every objective refuses: swapped arguments, tokens in place of completions, lists, and
+float16.
+"""
 
 import inspect
 import math
@@ -66,7 +68,9 @@ def dimensions(annotation: Any) -> str:
 
 
 def arguments(loss: Callable[..., Any], dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Ordinary arguments by name: three completions, pairs or tokens, with a vocabulary of four where one is wanted."""
+    """Ordinary arguments by name: three completions, pairs or tokens, with a vocabulary of four
+    where one is wanted.
+    """
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Any] = {}
     floats = tensors_of(loss)
@@ -103,7 +107,8 @@ COMPLETIONS = [
     if dimensions(annotation) in ("pairs", "sequences")
 ]
 
-OF_SEVERAL = dict.fromkeys(loss for loss, _ in SWAPPABLE + COMPLETIONS)  # tensors, which ratios and squares are made of
+# tensors, which ratios and squares are made of
+OF_SEVERAL = dict.fromkeys(loss for loss, _ in SWAPPABLE + COMPLETIONS)
 
 
 def ids(cases: list[tuple[Any, str]]) -> list[str]:
@@ -111,15 +116,24 @@ def ids(cases: list[tuple[Any, str]]) -> list[str]:
 
 
 def test_the_cases_are_all_of_them() -> None:
-    assert {"dpo", "kto", "clipped_surrogate", "reverse_kl", "value_loss"} <= {loss.__name__ for loss, _ in SWAPPABLE}
-    assert {"dpo", "simpo", "kto", "gspo", "bradley_terry"} <= {loss.__name__ for loss, _ in COMPLETIONS}
+    assert {"dpo", "kto", "clipped_surrogate", "reverse_kl", "value_loss"} <= {
+        loss.__name__ for loss, _ in SWAPPABLE
+    }
+    assert {"dpo", "simpo", "kto", "gspo", "bradley_terry"} <= {
+        loss.__name__ for loss, _ in COMPLETIONS
+    }
 
 
 @pytest.mark.parametrize(("loss", "name"), SWAPPABLE, ids=ids(SWAPPABLE))
-def test_a_constant_that_requires_grad_beside_a_policy_that_does_not_is_refused(loss: Any, name: str) -> None:
+def test_a_constant_that_requires_grad_beside_a_policy_that_does_not_is_refused(
+    loss: Any, name: str
+) -> None:
     inputs = arguments(loss)
     inputs[name].requires_grad_()
-    with pytest.raises(ValueError, match=rf"^{loss.__name__}: {name} requires grad and .* does not, so {name} would"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{loss.__name__}: {name} requires grad and .* does not, so {name} would",
+    ):
         loss(**inputs)
     with torch.no_grad():
         loss(**inputs)  # an evaluation
@@ -139,12 +153,17 @@ def test_nothing_is_refused_where_nothing_or_the_policy_alone_requires_grad(loss
 @pytest.mark.parametrize("argument", ["old_logp", "sampled"])
 def test_the_surrogate_with_swapped_log_probs_no_longer_trains_uphill(argument: str) -> None:
     logp = torch.full((3,), -1.0, requires_grad=True)
-    with pytest.raises(ValueError, match=r"^clipped_surrogate: old_logp requires grad and logp does not, .* swap the"):
+    with pytest.raises(
+        ValueError,
+        match=r"^clipped_surrogate: old_logp requires grad and logp does not, .* swap the",
+    ):
         ob.clipped_surrogate(torch.full((3,), -1.0), logp, torch.ones(3))
 
 
 @pytest.mark.parametrize(("loss", "name"), COMPLETIONS, ids=ids(COMPLETIONS))
-def test_tokens_in_place_of_completions_are_refused(loss: Any, name: str, as_users_run_it: None) -> None:
+def test_tokens_in_place_of_completions_are_refused(
+    loss: Any, name: str, as_users_run_it: None
+) -> None:
     unit = dimensions(tensors_of(loss)[name])
     inputs = {
         key: value[:, None].expand(-1, 4)
@@ -153,7 +172,10 @@ def test_tokens_in_place_of_completions_are_refused(loss: Any, name: str, as_use
         for key, value in arguments(loss).items()
     }
     wanted = {"pairs": "pair", "sequences": "completion"}[unit]
-    with pytest.raises(ValueError, match=rf"^{loss.__name__}: \w+ must have one entry per {wanted}, .* got \[3, 4\]"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{loss.__name__}: \w+ must have one entry per {wanted}, .* got \[3, 4\]",
+    ):
         loss(**inputs)
 
 
@@ -167,12 +189,15 @@ def test_padded_tokens_in_place_of_flat_ones_are_refused(as_users_run_it: None) 
     sequence = torch.zeros(2, 4, dtype=torch.int64)
     for reduce in (ob.sequence_sum, ob.sequence_mean):
         with pytest.raises(
-            ValueError, match=r"^sequence_\w+: x must be flat, \[tokens\], got \[2, 4\]; take the .* mask"
+            ValueError,
+            match=r"^sequence_\w+: x must be flat, \[tokens\], got \[2, 4\]; take the .* mask",
         ):
             reduce(padded, sequence, 2)
     with pytest.raises(ValueError, match=r"^gspo: logp must be flat"):
         ob.gspo(padded, padded, torch.zeros(2), sequence, clip_low=0.2, clip_high=0.2)
-    with pytest.raises(ValueError, match=r"^group_advantage: reward must have one entry per completion"):
+    with pytest.raises(
+        ValueError, match=r"^group_advantage: reward must have one entry per completion"
+    ):
         ob.group_advantage(torch.zeros(2, 4), sequence)
     with pytest.raises(ValueError, match=r"^whiten: x must be flat"):
         ob.whiten(padded)
@@ -180,7 +205,9 @@ def test_padded_tokens_in_place_of_flat_ones_are_refused(as_users_run_it: None) 
 
 def test_lists_and_numbers_in_place_of_tensors_are_named(as_users_run_it: None) -> None:
     one = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"^dpo: chosen must be a tensor, got list; make it one, torch\.tensor$"):
+    with pytest.raises(
+        ValueError, match=r"^dpo: chosen must be a tensor, got list; make it one, torch\.tensor$"
+    ):
         ob.dpo([-1.0], one, one, one, beta=0.1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^reinforce: advantage must be a tensor, got float"):
         ob.reinforce(one, 1.0)  # type: ignore[arg-type]
@@ -188,10 +215,15 @@ def test_lists_and_numbers_in_place_of_tensors_are_named(as_users_run_it: None) 
 
 @pytest.mark.parametrize("loss", OF_SEVERAL, ids=lambda loss: loss.__name__)
 def test_float16_is_refused_and_bfloat16_computes_what_its_digits_allow(loss: Any) -> None:
-    with pytest.raises(ValueError, match=rf"^{loss.__name__}: \w+ is float16, in which .* pass \w+\.float\(\)$"):
+    with pytest.raises(
+        ValueError, match=rf"^{loss.__name__}: \w+ is float16, in which .* pass \w+\.float\(\)$"
+    ):
         loss(**arguments(loss, torch.float16))
     inputs = arguments(loss, torch.bfloat16)
-    exact = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in inputs.items()}
+    exact = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }
     found, _ = loss(**inputs)
     expected, _ = loss(**exact)
     assert found.dtype == torch.bfloat16
@@ -202,12 +234,16 @@ def swapped_in_a_graph(logp: Tensor, old_logp: Tensor, advantage: Tensor) -> Ten
     return ob.clipped_surrogate(logp, old_logp, advantage)[0].sum()
 
 
-def dpo_in_a_graph(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor) -> Tensor:
+def dpo_in_a_graph(
+    chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor
+) -> Tensor:
     return ob.dpo(chosen, rejected, ref_chosen, ref_rejected, beta=0.1)[0].sum()
 
 
 @pytest.mark.parametrize("function", [swapped_in_a_graph, dpo_in_a_graph])
-def test_the_checks_compile_into_one_graph_with_and_without_gradients(function: Any, as_users_run_it: None) -> None:
+def test_the_checks_compile_into_one_graph_with_and_without_gradients(
+    function: Any, as_users_run_it: None
+) -> None:
     inputs = [torch.tensor([-1.0, -2.0, -0.5])] * len(inspect.signature(function).parameters)
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     policy = inputs[0].clone().requires_grad_()
@@ -218,16 +254,22 @@ def test_the_checks_compile_into_one_graph_with_and_without_gradients(function: 
         torch.testing.assert_close(compiled(*inputs[:-1], policy.clone()), expected.detach())
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own, as it imports its jvp rules
+# torch's own, as it imports its jvp rules
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_the_checks_stand_in_no_transform_s_way(as_users_run_it: None) -> None:
     inputs = [-torch.rand(5, dtype=torch.float64) for _ in range(4)]
-    expected = torch.autograd.grad(dpo_in_a_graph(inputs[0].requires_grad_(), *inputs[1:]), inputs[0])[0]
+    expected = torch.autograd.grad(
+        dpo_in_a_graph(inputs[0].requires_grad_(), *inputs[1:]), inputs[0]
+    )[0]
     inputs = [x.detach() for x in inputs]
     torch.testing.assert_close(torch.func.grad(dpo_in_a_graph)(*inputs), expected)
-    per_pair = torch.func.vmap(torch.func.grad(dpo_in_a_graph))(*inputs)  # inside, an entry has no dimension
+    # inside, an entry has no dimension
+    per_pair = torch.func.vmap(torch.func.grad(dpo_in_a_graph))(*inputs)
     torch.testing.assert_close(per_pair, expected)
     _, slope = torch.func.jvp(
-        dpo_in_a_graph, tuple(inputs), (torch.ones_like(inputs[0]), *map(torch.zeros_like, inputs[1:]))
+        dpo_in_a_graph,
+        tuple(inputs),
+        (torch.ones_like(inputs[0]), *map(torch.zeros_like, inputs[1:])),
     )
     torch.testing.assert_close(slope, expected.sum())
     assert math.isfinite(float(torch.func.hessian(dpo_in_a_graph)(*inputs).sum()))

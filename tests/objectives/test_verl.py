@@ -1,7 +1,8 @@
 """The same numbers as verl 0.9: its own policy losses and advantages, on padded batches.
 
-pip install --no-deps verl==0.9.1 omegaconf antlr4-python3-runtime==4.9.3 tensordict hydra-core codetiming ray
-pip install --no-deps msgpack pyvers cloudpickle orjson jsonschema jsonschema-specifications referencing rpds-py
+pip install --no-deps verl==0.9.1 omegaconf antlr4-python3-runtime==4.9.3 tensordict hydra-core
+codetiming ray pip install --no-deps msgpack pyvers cloudpickle orjson jsonschema
+jsonschema-specifications referencing rpds-py
 """
 
 from collections.abc import Callable
@@ -26,7 +27,9 @@ REWARD = torch.tensor([1.0, 0.0, 0.0, 1.0, 0.25, 0.0, 2.0, 0.5], dtype=torch.flo
 
 
 def draw(seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(8, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return scale * torch.randn(
+        8, LONGEST, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 OLD = -0.2 - draw(0).abs()
@@ -43,16 +46,27 @@ class Config(SimpleNamespace):
 
 def theirs(name: str, logp: Tensor, **settings: Any) -> Tensor:
     of_loss = {
-        key: settings.pop(key) for key in list(settings) if key.startswith(("clip_cov", "kl_cov", "ppo_kl", "dro"))
+        key: settings.pop(key)
+        for key in list(settings)
+        if key.startswith(("clip_cov", "kl_cov", "ppo_kl", "dro"))
     }
-    clips = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 20.0}
+    clips = {
+        "clip_ratio": 0.2,
+        "clip_ratio_low": None,
+        "clip_ratio_high": None,
+        "clip_ratio_c": 20.0,
+    }
     config = Config(**(clips | settings), policy_loss=Config(**of_loss), global_batch_info={})
     loss = core.get_policy_loss_fn(name)
     return loss(OLD, logp, ADVANTAGE, MASK.double(), loss_agg_mode="token-mean", config=config)[0]
 
 
-def assert_same(mine: Callable[[Tensor], Tensor], peer: Callable[[Tensor], Tensor], rtol: float = 1e-9) -> None:
-    """Equal gradients by the log-probability of every token: verl's losses may differ from ours by a constant."""
+def assert_same(
+    mine: Callable[[Tensor], Tensor], peer: Callable[[Tensor], Tensor], rtol: float = 1e-9
+) -> None:
+    """Equal gradients by the log-probability of every token: verl's losses may differ from ours by
+    a constant.
+    """
     logp = LOGP.clone().requires_grad_()
     gradients = [torch.autograd.grad(loss(logp), logp)[0] for loss in (mine, peer)]
     torch.testing.assert_close(*gradients, rtol=rtol, atol=1e-12)
@@ -67,13 +81,17 @@ def test_binary_divergences() -> None:
     clips = {"clip_low": 0.05, "clip_high": 0.1}
     for name, objective in (("dppo_tv", ob.dppo), ("dppo_kl", ob.dppo_kl)):
         assert_same(
-            lambda x, objective=objective: objective(flat(x), flat(OLD), flat(ADVANTAGE), **clips)[0].mean(),
+            lambda x, objective=objective: objective(flat(x), flat(OLD), flat(ADVANTAGE), **clips)[
+                0
+            ].mean(),
             lambda x, name=name: theirs(name, x, clip_ratio_low=0.05, clip_ratio_high=0.1),
         )
 
 
 def test_gpg_and_dro_are_policy_gradient_without_and_with_a_quadratic_penalty() -> None:
-    assert_same(lambda x: ob.reinforce(flat(x), flat(ADVANTAGE))[0].mean(), lambda x: theirs("gpg", x))
+    assert_same(
+        lambda x: ob.reinforce(flat(x), flat(ADVANTAGE))[0].mean(), lambda x: theirs("gpg", x)
+    )
 
     def mine(logp: Tensor) -> Tensor:
         penalty, _ = ob.kl_estimate(flat(logp), flat(OLD), kind="k2")
@@ -96,11 +114,15 @@ def test_clip_cov_where_all_eligible_tokens_are_dropped() -> None:
         loss, stats = ob.clipped_surrogate(flat(logp), flat(OLD), flat(ADVANTAGE))
         covariance = ob.token_covariance(flat(logp), flat(ADVANTAGE))
         free = covariance.masked_fill(stats["clip_ratio/region"] > 0, -torch.inf)
-        mask = ob.clip_cov_mask(free, torch.rand(len(free), dtype=torch.float64), share=1.0, low=0.1, high=0.5)
+        mask = ob.clip_cov_mask(
+            free, torch.rand(len(free), dtype=torch.float64), share=1.0, low=0.1, high=0.5
+        )
         assert 0 < (mask == 0).sum() < len(mask)
         return (mask * loss).mean()
 
-    assert_same(mine, lambda x: theirs("clip_cov", x, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.5))
+    assert_same(
+        mine, lambda x: theirs("clip_cov", x, clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=0.5)
+    )
 
 
 def rewards() -> Tensor:
@@ -113,7 +135,9 @@ def rewards() -> Tensor:
 def estimate(name: str, **settings: Any) -> Tensor:
     """verl's advantages of the tokens that there are."""
     estimator = core.get_adv_estimator_fn(name)
-    advantage, _ = estimator(rewards(), response_mask=MASK.double(), index=GROUP.numpy().astype(object), **settings)
+    advantage, _ = estimator(
+        rewards(), response_mask=MASK.double(), index=GROUP.numpy().astype(object), **settings
+    )
     return flat(advantage)
 
 
@@ -125,8 +149,11 @@ def test_the_lead_of_the_best() -> None:
 
 def test_remax_and_gpg() -> None:
     greedy = torch.linspace(-1, 1, 8, dtype=torch.float64)
-    torch.testing.assert_close(ob.remax_advantage(REWARD, greedy)[SEQUENCE], estimate("remax", reward_baselines=greedy))
-    # verl divides by completions of a reward other than 0, which here are 5 of 8, and not by those that teach.
+    torch.testing.assert_close(
+        ob.remax_advantage(REWARD, greedy)[SEQUENCE], estimate("remax", reward_baselines=greedy)
+    )
+    # verl divides by completions of a reward other than 0, which here are 5 of 8, and not by those
+    # that teach.
     ours = ob.gpg_advantage(REWARD, GROUP)[SEQUENCE]
     torch.testing.assert_close(8 / 5 * ours, estimate("gpg"))
 
@@ -135,7 +162,9 @@ def test_remax_and_gpg() -> None:
 def test_the_optimal_token_baseline(name: str) -> None:
     pi = OLD.exp()
     squares = pi.square() + 0.3 * (1 - pi).square()
-    ours = ob.optimal_token_advantage(flat(rewards()), flat(OLD), flat(squares.log()), SEQUENCE, GROUP)
+    ours = ob.optimal_token_advantage(
+        flat(rewards()), flat(OLD), flat(squares.log()), SEQUENCE, GROUP
+    )
     peer = estimate(name, old_log_probs=OLD, sum_pi_squared=squares)
     torch.testing.assert_close(ours, peer, rtol=1e-6, atol=1e-7)  # verl adds 1e-8 to the divisor
     assert np.ptp(ours.numpy()) > 0

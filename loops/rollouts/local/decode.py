@@ -1,6 +1,8 @@
-"""An unfinished sequence, the forward passes of the policy's module that continue it, and the draw of its tokens.
+"""An unfinished sequence, the forward passes of the policy's module that continue it, and the draw
+of its tokens.
 
-One number in [0, 1) per row decides its token, so that a row's token does not depend on the other rows.
+One number in [0, 1) per row decides its token, so that a row's token does not depend on the other
+rows.
 """
 
 import inspect
@@ -15,7 +17,8 @@ from torch import Tensor
 from ...models.policy import Policy
 from ..sample import Request, SamplingParams, VersionSpan
 
-# Of the argument and the output; transformers before 5.24 and code of its time know the latter two, Mamba the last.
+# Of the argument and the output; transformers before 5.24 and code of its time know the latter two,
+# Mamba the last.
 _CACHES = ("cache", "past_key_values", "cache_params")
 _ELEMENTS = 1 << 24  # logits that are turned into probabilities at once
 _ELEMENTS_CPU = 1 << 19  # beyond which memory is mapped, and given back, for every token anew
@@ -61,7 +64,9 @@ class DecodeSequence:
 
 @dataclass
 class ModelRunner:
-    """The policy's module: token ids to the input of its head, and that to logits; see `LocalSource`."""
+    """The policy's module: token ids to the input of its head, and that to logits; see
+    `LocalSource`.
+    """
 
     policy: Policy
     vocab: int
@@ -69,9 +74,12 @@ class ModelRunner:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Context without gradients and in evaluation mode, left between two tokens, when a training step may run."""
+        """Context without gradients and in evaluation mode, left between two tokens, when a
+        training step may run.
+        """
         training = [vars(module) for module in self.policy.model.modules() if module.training]
-        for attributes in training:  # not by `train()`, which takes as long as a small model's forward pass
+        # not by `train()`, which takes as long as a small model's forward pass
+        for attributes in training:
             attributes["training"] = False
         try:
             with torch.no_grad(), self.context():
@@ -86,14 +94,19 @@ class ModelRunner:
         padded = [[*text, *[0] * (longest - len(text))] for text in texts]
         return torch.tensor(padded, device=self.policy.device)
 
-    def states(self, at: Tensor | None = None, *, cache: Any = None, **inputs: Any) -> tuple[Tensor, Any]:
-        """The input of the head [rows, ...] at these columns, or at the last; and the cache, if the model has one."""
+    def states(
+        self, at: Tensor | None = None, *, cache: Any = None, **inputs: Any
+    ) -> tuple[Tensor, Any]:
+        """The input of the head [rows, ...] at these columns, or at the last; and the cache, if the
+        model has one.
+        """
         fused = self.policy.fused
         body = self.policy.plain.base_model if fused else self.policy.plain
         if cache is not None:
             inputs[_cache_name(type(body))] = cache
         output = body(**inputs)
-        # A head that can't be fused is not a known function of the hidden states: keep its logits instead.
+        # A head that can't be fused is not a known function of the hidden states: keep its logits
+        # instead.
         states: Tensor = output.last_hidden_state if fused else output.logits
         cache = next((value for name, value in output.items() if name in _CACHES), None)
         if at is None:
@@ -101,7 +114,9 @@ class ModelRunner:
         return states[torch.arange(len(states), device=at.device), at], cache
 
     def logits(self, states: Tensor) -> Tensor:
-        """[rows, V] in float32 where the head is fused, without the rows that only pad the head's weight."""
+        """[rows, V] in float32 where the head is fused, without the rows that only pad the head's
+        weight.
+        """
         logits = self.policy.logits(states) if self.policy.fused else states
         return logits[:, : self.vocab]
 
@@ -112,13 +127,16 @@ def _cache_name(model: type[Any]) -> str:
     return next((name for name in _CACHES if name in accepted), "past_key_values")
 
 
-def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+def draw(
+    logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]
+) -> tuple[Tensor, Tensor]:
     """One token per row of ``logits`` [rows, V], by inversion of its cumulative distribution.
 
         i = min { i : Σ_{j≤i} p_j > u Σ_j p_j },   p = softmax(logits / T) over what top_k and then top_p leave
 
-    Returns int64 tokens [rows], and their log-probs [rows] under the distribution that they were drawn from.
-    A row of temperature 0 takes its likeliest token, and its log-prob is that of temperature 1.
+    Returns int64 tokens [rows], and their log-probs [rows] under the distribution that they were
+    drawn from. A row of temperature 0 takes its likeliest token, and its log-prob is that of
+    temperature 1.
     """
     most = _ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS
     rows = max(1, most // logits.shape[1])
@@ -133,9 +151,13 @@ def draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingPa
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]) -> tuple[Tensor, Tensor]:
+def _draw(
+    logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]
+) -> tuple[Tensor, Tensor]:
     """`draw`, of all rows at once."""
-    settings = [(u, row.temperature, row.top_k, row.top_p) for u, row in zip(uniform, sampling, strict=True)]
+    settings = [
+        (u, row.temperature, row.top_k, row.top_p) for u, row in zip(uniform, sampling, strict=True)
+    ]
     columns = torch.tensor(settings, dtype=torch.float64, device=logits.device)[:, :, None]
     number, temperature, top_k, top_p = columns.unbind(1)  # [rows, 1]
     greedy = temperature == 0
@@ -149,7 +171,9 @@ def _draw(logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingP
     highest = logits.amax(-1, keepdim=True)
     cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, number * total, right=True).clamp_(max=logits.shape[1] - 1)
+    token = torch.searchsorted(cumulative, number * total, right=True).clamp_(
+        max=logits.shape[1] - 1
+    )
     if any(kind.temperature == 0 for kind in kinds):
         token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
     logprob = (logits.gather(1, token) - highest).double() - total.log()
@@ -162,7 +186,9 @@ def _cuts(sampling: SamplingParams) -> bool:
 
 
 def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The logits with -inf for all but the likeliest k, and of these for all but those that make up p."""
+    """The logits with -inf for all but the likeliest k, and of these for all but those that make up
+    p.
+    """
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)

@@ -9,8 +9,8 @@ StaticBatch        sequences of one prompt at a time, with the cache that the mo
     step            read the last token of every sequence
     drop_finished   sequences that are finished leave
 
-`join` and `step` return the states [sequences, ...] that the next tokens are drawn from; all but `admit` want
-`ModelRunner.inference`. A prompt is read once for all of its completions.
+`join` and `step` return the states [sequences, ...] that the next tokens are drawn from; all but
+`admit` want `ModelRunner.inference`. A prompt is read once for all of its completions.
 """
 
 import math
@@ -30,26 +30,35 @@ READ = 8192  # tokens of context read at once
 
 
 class ContinuousBatch(Cache):
-    """A row of one batch for every sequence, and the cache of `transformers` that holds their keys and values.
+    """A row of one batch for every sequence, and the cache of `transformers` that holds their keys
+    and values.
 
     A row's tokens fill its first columns, at their positions in the text; later columns are masked.
-    Keys and values are kept as attention multiplies them, which under autocast is in its precision, whatever they come
-    in: a rotary embedding of float32 states leaves float32 keys, beside values that a layer has cast.
+    Keys and values are kept as attention multiplies them, which under autocast is in its precision,
+    whatever they come in: a rotary embedding of float32 states leaves float32 keys, beside values
+    that a layer has cast.
 
     Args:
-        fit: how many sequences may be cached at once, by the longest of them; one sequence is always admitted.
+        fit: how many sequences may be cached at once, by the longest of them; one sequence is
+            always admitted.
         window: the longest sequence that may join.
-        unwritten: the values where no token is written; large ones find out a model that reads them anyway.
+        unwritten: the values where no token is written; large ones find out a model that reads them
+            anyway.
 
     Attributes:
-        stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns, d], of which the
-            first rows and columns are in use; none while there is nothing to hold.
+        stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns,
+            d], of which the first rows and columns are in use; none while there is nothing to hold.
         length: int64 [rows], tokens that are cached for each row.
         longest: columns beyond which none are added ahead of need.
     """
 
     def __init__(
-        self, runner: ModelRunner, fit: Callable[[int], int], window: float = math.inf, *, unwritten: float = 0.0
+        self,
+        runner: ModelRunner,
+        fit: Callable[[int], int],
+        window: float = math.inf,
+        *,
+        unwritten: float = 0.0,
     ) -> None:
         super().__init__(layers=[])
         self.runner = runner
@@ -74,7 +83,9 @@ class ContinuousBatch(Cache):
         return len(waiting)
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
-        """Read texts that neighbors share once, as many at a time as fit `READ`, and store a row for each sequence."""
+        """Read texts that neighbors share once, as many at a time as fit `READ`, and store a row
+        for each sequence.
+        """
         self.sequences += sequences
         self.longest = max(sequence.max_length for sequence in self.sequences)
         texts = [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
@@ -87,7 +98,9 @@ class ContinuousBatch(Cache):
         return torch.cat(states)
 
     def _read(self, texts: Sequence[tuple[list[int], int]]) -> Tensor:
-        """Read texts, each for so many rows, and store their keys and values; returns the last states of the rows."""
+        """Read texts, each for so many rows, and store their keys and values; returns the last
+        states of the rows.
+        """
         ids = self.runner.ids([text for text, _ in texts])
         lengths = [(len(text), count) for text, count in texts]
         length, copies = torch.tensor(lengths, device=ids.device).T
@@ -113,7 +126,9 @@ class ContinuousBatch(Cache):
         return self.length.new_zeros(0, like.shape[1], 0, like.shape[3], dtype=dtype)
 
     def step(self) -> Tensor:
-        last = torch.tensor([sequence.tokens[-1] for sequence in self.sequences], device=self.length.device)[:, None]
+        last = torch.tensor(
+            [sequence.tokens[-1] for sequence in self.sequences], device=self.length.device
+        )[:, None]
         self.width = int(self.length.max()) + 1
         self._reserve(self.width)
         hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
@@ -172,7 +187,8 @@ class ContinuousBatch(Cache):
             return
         columns = max(columns, min(columns + _STEP, self.longest))
         for i, old in enumerate(self.stores):  # one after the other, so that only one is held twice
-            filler = self.unwritten if i % 2 else 0.0  # of values; a large key is masked, and could overflow
+            # of values; a large key is masked, and could overflow
+            filler = self.unwritten if i % 2 else 0.0
             new = old.new_full((rows, old.shape[1], columns, old.shape[3]), filler)
             new[: len(old), :, : old.shape[2]] = old[:rows, :, :columns]
             self.stores[i] = new
@@ -182,7 +198,8 @@ class StaticBatch:
     """Sequences of one prompt at a time.
 
     Args:
-        fit: how many sequences may be cached at once, by the longest of them; one sequence is always admitted.
+        fit: how many sequences may be cached at once, by the longest of them; one sequence is
+            always admitted.
         cached: use the model's own cache; otherwise all is read anew for every token.
     """
 
@@ -202,16 +219,22 @@ class StaticBatch:
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
         self.sequences = list(sequences)
         self.cache = None
-        return self._read([[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences])
+        return self._read(
+            [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
+        )
 
     def step(self) -> Tensor:
         if self.cached:
             return self._read([sequence.tokens[-1:] for sequence in self.sequences])
-        return self._read([[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences])
+        return self._read(
+            [[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences]
+        )
 
     def _read(self, texts: list[list[int]]) -> Tensor:
         ids = self.runner.ids(texts)
-        states, self.cache = self.runner.states(cache=self.cache, input_ids=ids, use_cache=self.cached)
+        states, self.cache = self.runner.states(
+            cache=self.cache, input_ids=ids, use_cache=self.cached
+        )
         return states
 
     def drop_finished(self) -> None:
@@ -232,9 +255,12 @@ def _keys_and_values(cache: DynamicCache) -> list[Tensor]:
 
 
 def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Callable[[int], int]:
-    """The ``fit`` of a `ContinuousBatch`, or of the model's own cache: of every token something, one state, or both."""
+    """The ``fit`` of a `ContinuousBatch`, or of the model's own cache: of every token something,
+    one state, or both.
+    """
     one = _cache_size(runner, 1, continuous=continuous)
-    # A `ContinuousBatch` keeps as much of every token; other caches hold states of a fixed size as well.
+    # A `ContinuousBatch` keeps as much of every token; other caches hold states of a fixed size as
+    # well.
     more = one if continuous else _cache_size(runner, 2, continuous=False) - one
     return lambda longest: cache_bytes // (one + more * (longest - 1))
 
@@ -244,7 +270,9 @@ def _cache_size(runner: ModelRunner, length: int, *, continuous: bool) -> int:
     ids = runner.ids([[1] * length])
     size = 0
     with runner.inference():
-        _, cache = runner.states(cache=DynamicCache() if continuous else None, input_ids=ids, use_cache=True)
+        _, cache = runner.states(
+            cache=DynamicCache() if continuous else None, input_ids=ids, use_cache=True
+        )
         for tensor in _tensors_of(cache):
             dtype = tensor.dtype
             if continuous:  # it keeps what attention multiplies

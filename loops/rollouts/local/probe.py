@@ -21,16 +21,19 @@ log = logging.getLogger(__name__)
 
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
 
-# How far the states of a batch may be from the plain model's, as a share of their norm. Measured on tiny random models
-# (Llama, Qwen 3, GPT-2, Granite; 2 and 16 layers): a right batch is off by at most 6e-7 in float32; one token that is
-# not seen changes 0.41 and more, a mask that shows unwritten columns 1.1 and more. Layers amplify rounding, in half
-# precision to some percent: the limit there stays below what a hidden token changes.
+# How far the states of a batch may be from the plain model's, as a share of their norm. Measured on
+# tiny random models (Llama, Qwen 3, GPT-2, Granite; 2 and 16 layers): a right batch is off by at
+# most 6e-7 in float32; one token that is not seen changes 0.41 and more, a mask that shows
+# unwritten columns 1.1 and more. Layers amplify rounding, in half precision to some percent: the
+# limit there stays below what a hidden token changes.
 _ROUNDING = 1e-3
 _ROUNDING_IN_HALVES = 0.35
-# A position that is off by one changes 0.03 and more, which in half precision may pass for rounding. So the change is
-# projected on the one that a shift makes: for shifted positions that gave 0.70 to 1.05, for a right batch 0.
+# A position that is off by one changes 0.03 and more, which in half precision may pass for
+# rounding. So the change is projected on the one that a shift makes: for shifted positions that
+# gave 0.70 to 1.05, for a right batch 0.
 _ALONG = 0.6
-# Prompts of the probe, and the completions of each; 4 tokens are read at most, which no window is shorter than.
+# Prompts of the probe, and the completions of each; 4 tokens are read at most, which no window is
+# shorter than.
 _SCRIPT = (([1, 2], ([1, 5, 6], [2, 5, 6])), ([3], ([1, 6, 4], [2, 6, 4])))
 
 
@@ -38,7 +41,9 @@ DecodeBatch = ContinuousBatch | StaticBatch
 
 
 def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], DecodeBatch]:
-    """Return the maker of batches, by their longest sequence, of the fastest kind that passes the probe."""
+    """Return the maker of batches, by their longest sequence, of the fastest kind that passes the
+    probe.
+    """
     plain = runner.policy.plain
     config = plain.config.get_text_config()
     refusal = _objection_to_continuous(runner)
@@ -77,7 +82,8 @@ def _objection_to_continuous(runner: ModelRunner) -> str | None:
         return f"it has layers of {', '.join(sorted(others))}"
 
     def probe() -> str | None:
-        # Where a mask shows too much, zeros would change a few percent, and large values change everything.
+        # Where a mask shows too much, zeros would change a few percent, and large values change
+        # everything.
         return _try_out(ContinuousBatch(runner, lambda longest: 4, unwritten=1e3))
 
     return None if without_values(plain) else objection(plain, probe)
@@ -116,7 +122,9 @@ def _window(config: Any) -> float:
 
 
 def _try_out(batch: DecodeBatch) -> str | None:
-    """The reason why this batch can't be used; None if its states are those of the plain model for each text."""
+    """The reason why this batch can't be used; None if its states are those of the plain model for
+    each text.
+    """
     runner = batch.runner
     shifted: dict[int, Tensor] = {}
     try:
@@ -148,10 +156,13 @@ def _rounding(states: Tensor, runner: ModelRunner) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-def _is_shifted(difference: Tensor, by_shift: Tensor, expected: Tensor, reads: list[int], eps: float) -> bool:
+def _is_shifted(
+    difference: Tensor, by_shift: Tensor, expected: Tensor, reads: list[int], eps: float
+) -> bool:
     """True if some sequence's states differ from the expected ones as those at other positions do.
 
-    A wrong position may change less than rounding does, but in a direction of its own, which rounding has little of.
+    A wrong position may change less than rounding does, but in a direction of its own, which
+    rounding has little of.
 
     Args:
         by_shift: what the other positions change.
@@ -168,12 +179,18 @@ def _is_shifted(difference: Tensor, by_shift: Tensor, expected: Tensor, reads: l
 
 
 def _read_script(batch: DecodeBatch) -> list[list[tuple[list[int], Tensor]]]:
-    """For each sequence, all that was read of it, each with the states that follow; the first one leaves early."""
+    """For each sequence, all that was read of it, each with the states that follow; the first one
+    leaves early.
+    """
     sampling = SamplingParams(max_tokens=3)
-    requests = [Request(task, prompt, [0, 1], sampling, key=0) for task, (prompt, _) in enumerate(_SCRIPT)]
+    requests = [
+        Request(task, prompt, [0, 1], sampling, key=0) for task, (prompt, _) in enumerate(_SCRIPT)
+    ]
     waiting = [DecodeSequence(request, index) for request in requests for index in request.indices]
     first = waiting[0]
-    read: dict[DecodeSequence, list[tuple[list[int], Tensor]]] = {sequence: [] for sequence in waiting}
+    read: dict[DecodeSequence, list[tuple[list[int], Tensor]]] = {
+        sequence: [] for sequence in waiting
+    }
     while waiting or batch.sequences:
         if batch.sequences:
             states = batch.step()
@@ -192,7 +209,9 @@ def _read_script(batch: DecodeBatch) -> list[list[tuple[list[int], Tensor]]]:
 
 
 def _plain_states(runner: ModelRunner, texts: list[list[int]], shift: int = 0) -> Tensor:
-    """States of the last tokens, float64 [texts, ...], each text read alone, its last token moved so many positions."""
+    """States of the last tokens, float64 [texts, ...], each text read alone, its last token moved
+    so many positions.
+    """
     states = []
     for text in texts:
         ids = runner.ids([text])
@@ -201,7 +220,8 @@ def _plain_states(runner: ModelRunner, texts: list[list[int]], shift: int = 0) -
             positions = torch.arange(len(text), device=ids.device)[None].clone()
             positions[0, -1] += shift
             inputs["position_ids"] = positions
-            inputs["attention_mask"] = torch.ones_like(positions)  # without one, it would begin a new row
+            # without one, it would begin a new row
+            inputs["attention_mask"] = torch.ones_like(positions)
         last, _ = runner.states(**inputs)
         states.append(last[0].double())
     return torch.stack(states)

@@ -1,4 +1,6 @@
-"""Completions from the trainer's own module: no server and no copy of the weights, also on a CPU."""
+"""Completions from the trainer's own module: no server and no copy of the weights, also on a
+CPU.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -21,18 +23,21 @@ from .probe import DecodeBatch, choose_batch
 class LocalSource:
     """Draws from the weights that are being trained: `publish` only announces a new version.
 
-    Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is synchronous;
-    otherwise use a `DetachedSource`. Completions grow by one token at a time, and other tasks of the event loop may run
-    in between. Requests that arrive together are sorted, so that the same requests make up the same batches.
+    Nothing may train while completions are under way, as nothing does where `RolloutScheduler` is
+    synchronous; otherwise use a `DetachedSource`. Completions grow by one token at a time, and
+    other tasks of the event loop may run in between. Requests that arrive together are sorted, so
+    that the same requests make up the same batches.
 
     Args:
         policy: its module generates, with its adapters and in its precision, in evaluation mode.
         tokenizer: for the text of samples; only its tokens are drawn.
         vocab: draw only ids below it; the tokenizer's length if not given, or else the model's.
-        cache_bytes: of keys and values held at once, in the precision that they are held in; further sequences wait.
-            None takes `free_share` of the device. How many sequences are read together depends on it, and on that their
-            rounding, hence now and then a token: with the same number, the same bits.
-        context: ``context()`` is entered around every forward pass, such as ``accelerator.autocast``.
+        cache_bytes: of keys and values held at once, in the precision that they are held in;
+            further sequences wait. None takes `free_share` of the device. How many sequences are
+            read together depends on it, and on that their rounding, hence now and then a token:
+            with the same number, the same bits.
+        context: ``context()`` is entered around every forward pass, such as
+            ``accelerator.autocast``.
         version: of the weights at the start; None where they have none yet.
     """
 
@@ -68,7 +73,9 @@ class LocalSource:
         refuse_closed(self._closed, "local")
         check_request(request, vocab=self.vocab, context=self.context)
         if self._version is None:
-            raise SourceError("local: it has no weights yet; publish a version before asking for completions")
+            raise SourceError(
+                "local: it has no weights yet; publish a version before asking for completions"
+            )
         sequences = [DecodeSequence(request, index) for index in request.indices]
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrived += sequences
@@ -138,19 +145,25 @@ class LocalSource:
                 self._draw_tokens(batch, joining, read_version)
                 self._answer_finished()
         except torch.OutOfMemoryError as error:
-            self._fail(SourceError(f"local: too many sequences at once for this device; lower cache_bytes ({error})"))
+            self._fail(
+                SourceError(
+                    f"local: too many sequences at once for this device; lower cache_bytes ({error})"
+                )
+            )
         except Exception as error:
             self._fail(error)
 
     def _unfinished(self, queue: list[DecodeSequence]) -> list[DecodeSequence]:
-        """The sequences that wait, and after them those that have arrived, sorted; without those of a request that was
-        cancelled."""
+        """The sequences that wait, and after them those that have arrived, sorted; without those of
+        a request that was cancelled."""
         arrived = sorted(self._arrived, key=lambda sequence: sequence.place)
         self._arrived = []
         return [sequence for sequence in [*queue, *arrived] if sequence.finish is None]
 
     def _read_again(self, under_way: list[DecodeSequence]) -> DecodeBatch:
-        """A batch of the same sequences, without the keys and values that other weights have computed."""
+        """A batch of the same sequences, without the keys and values that other weights have
+        computed.
+        """
         batch = self._make_batch(max(sequence.max_length for sequence in under_way))
         with self.runner.inference():
             batch.join(under_way)
@@ -167,7 +180,9 @@ class LocalSource:
             uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
             sampling = [sequence.sampling for sequence in batch.sequences]
             tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
-        for sequence, token, logprob in zip(batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True):
+        for sequence, token, logprob in zip(
+            batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True
+        ):
             if not logprob > float("-inf"):
                 raise SourceError(
                     f"local: the weights of version {version} give log-probs of {logprob}, so they hold "
@@ -189,10 +204,11 @@ class LocalSource:
 
 
 class DetachedSource(LocalSource):
-    """Draws from a copy of the policy, while the policy trains; `publish` copies the weights, between two tokens.
+    """Draws from a copy of the policy, while the policy trains; `publish` copies the weights,
+    between two tokens.
 
-    Takes the arguments of `LocalSource`; adapters are merged in the copy. That of a sharded policy is whole: all ranks
-    make theirs, and publish, at the same time.
+    Takes the arguments of `LocalSource`; adapters are merged in the copy. That of a sharded policy
+    is whole: all ranks make theirs, and publish, at the same time.
     """
 
     overlaps = True
@@ -214,15 +230,17 @@ class DetachedSource(LocalSource):
 def free_share(device: torch.device) -> int:
     """Bytes for keys and values: on a GPU a quarter of what is free, elsewhere 2 GiB.
 
-    A source is made before the first step, when only the model is in memory: the rest must suffice for gradients and
-    the two moments of AdamW, three times the weights that train, for activations, and while tokens are drawn for
-    logits, the prompts that are being read, and one layer's keys and values once more. Of whole GiB, so that some
-    megabytes that another process takes don't change which answers are read together when a run is resumed.
+    A source is made before the first step, when only the model is in memory: the rest must suffice
+    for gradients and the two moments of AdamW, three times the weights that train, for activations,
+    and while tokens are drawn for logits, the prompts that are being read, and one layer's keys and
+    values once more. Of whole GiB, so that some megabytes that another process takes don't change
+    which answers are read together when a run is resumed.
     """
     if device.type != "cuda":
         return 2 << 30
     free = torch.cuda.mem_get_info(device)[0]
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # ours already
+    # ours already
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     share = (free + unused) // 4
     gib = 1 << 30
     return share if share < gib else share // gib * gib

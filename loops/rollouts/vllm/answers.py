@@ -1,4 +1,6 @@
-"""Read what a server answers. Nothing in it is trusted: it may be another program, or one that computes wrongly."""
+"""Read what a server answers. Nothing in it is trusted: it may be another program, or one that
+computes wrongly.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,16 +11,22 @@ from ..source import SourceBusy, SourceError
 
 Finish = Literal["stop", "length", "aborted"]
 
-FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "repetition": "length", "abort": "aborted"}
-"""The reasons for which a completion ended, by vLLM's names. One that its own detection of repetition has cut is not
-whole either."""
+FINISH: dict[str, Finish] = {
+    "stop": "stop",
+    "length": "length",
+    "repetition": "length",
+    "abort": "aborted",
+}
+"""The reasons for which a completion ended, by vLLM's names. One that its own detection of
+repetition has cut is not whole either."""
 # No sampler draws a token that is less likely: the smallest number above 0 in float32 is e^-103.
 _LEAST_LOGPROB = -150.0
 _NO_LOGPROB = -9999.0  # vLLM's word for NaN and minus infinity, which JSON can't hold
 
 
 class Completion(NamedTuple):
-    """The parts of a completion, of the right types, but not yet compared with each other or with the request.
+    """The parts of a completion, of the right types, but not yet compared with each other or with
+    the request.
 
     Attributes:
         drawn: each token that has a log-prob, with it.
@@ -43,12 +51,16 @@ def read_completion(reply: Any, who: str) -> Completion:
     reason = _typed(choice["finish_reason"], str, "finish_reason")
     if reason == "error":
         raise SourceBusy(f"{who}: the server failed at it")
-    tokens = [_typed(token, int, "token") for token in _typed(choice["token_ids"], list, "token_ids")]
+    tokens = [
+        _typed(token, int, "token") for token in _typed(choice["token_ids"], list, "token_ids")
+    ]
     drawn = []
     for entry in _typed(choice["logprobs"]["content"], list, "content"):
         token = _typed(entry["token_id"], int, "token")
         logprob = entry["logprob"]
-        drawn.append((token, float(logprob if type(logprob) is int else _typed(logprob, float, "log-prob"))))
+        drawn.append(
+            (token, float(logprob if type(logprob) is int else _typed(logprob, float, "log-prob")))
+        )
     labels = []
     for label in choice["weight_versions"] or []:
         start, end = _typed(label["start"], int, "start"), _typed(label["end"], int, "end")
@@ -71,7 +83,9 @@ def check_logprobs(who: str, logprobs: Sequence[float]) -> None:
     """Raise SourceError for a log-prob that no drawn token has."""
     for logprob in logprobs:
         if math.isnan(logprob) or logprob <= _NO_LOGPROB:
-            raise SourceError(f"{who}: its weights give no log-probs (they are {logprob:g}); look for NaN")
+            raise SourceError(
+                f"{who}: its weights give no log-probs (they are {logprob:g}); look for NaN"
+            )
         if not _LEAST_LOGPROB <= logprob <= 1e-3:  # rounding may leave a hair above 0
             raise SourceError(
                 f"{who}: the log-prob of a drawn token is between {_LEAST_LOGPROB:g} and 0, got {logprob:g}"
@@ -87,11 +101,17 @@ def check_finish(who: str, tokens: Sequence[int], reason: str, sampling: Samplin
     stops = [i for i, token in enumerate(tokens) if token in sampling.stop]
     ends_in_stop = bool(stops) and stops[0] == len(tokens) - 1
     if stops and not ends_in_stop:
-        raise SourceError(f"{who}: it goes on after stop token {tokens[stops[0]]}; are stop tokens ignored?")
+        raise SourceError(
+            f"{who}: it goes on after stop token {tokens[stops[0]]}; are stop tokens ignored?"
+        )
     if reason == "stop" and not ends_in_stop:
-        raise SourceError(f"{who}: it is said to have ended with a stop token, but its last one is {tokens[-1]}")
+        raise SourceError(
+            f"{who}: it is said to have ended with a stop token, but its last one is {tokens[-1]}"
+        )
     if reason == "length" and ends_in_stop:
-        raise SourceError(f"{who}: it ends with stop token {tokens[-1]}, but is said to have been cut off")
+        raise SourceError(
+            f"{who}: it ends with stop token {tokens[-1]}, but is said to have been cut off"
+        )
     if reason == "length" and len(tokens) < sampling.max_tokens:
         raise SourceError(
             f"{who}: it is said to have been cut off at max_tokens={sampling.max_tokens}, but has {len(tokens)} tokens"
@@ -115,7 +135,13 @@ def described(config: Any, *path: str, kind: type) -> Any:
     return value
 
 
-WORDS = {bool: "true or false", int: "a whole number", str: "text", list: "a list", dict: "a mapping"}
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
 
 
 def shown(reply: Any) -> str:

@@ -1,7 +1,7 @@
 """The HTTP interface of one vLLM server.
 
-No connection is kept: a new one is cheap next to a completion that takes seconds. So nothing is bound to an event loop,
-and nothing remains of a server that died.
+No connection is kept: a new one is cheap next to a completion that takes seconds. So nothing is
+bound to an event loop, and nothing remains of a server that died.
 """
 
 import asyncio
@@ -29,24 +29,29 @@ _PER_TOKEN = 1024  # vLLM writes about 250 for a token, its log-prob and its byt
 
 
 class Rejected(SourceError):
-    """A healthy server refuses a request; a server error, an overload, or an adapter lost in a restart may pass."""
+    """A healthy server refuses a request; a server error, an overload, or an adapter lost in a
+    restart may pass.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-        self.busy = status >= 500 or status in (408, 429)  # it has its weights, and may complete the request later
+        # it has its weights, and may complete the request later
+        self.busy = status >= 500 or status in (408, 429)
         self.may_pass = self.busy or status == 404
 
 
 class VLLMClient:
-    """Calls to a server; every method may raise what `get` raises. Weights go to it by the methods of a `VLLMEngine`.
+    """Calls to a server; every method may raise what `get` raises. Weights go to it by the methods
+    of a `VLLMEngine`.
 
-    A call takes no longer than its time in all, however slowly the answer drips, and no more of the answer is read
-    than it may have.
+    A call takes no longer than its time in all, however slowly the answer drips, and no more of the
+    answer is read than it may have.
 
     Args:
         url: ``http://host:port``, which may hold a login: ``http://user:password@host:port``.
-        concurrency: completions under way at once; further ones wait. Control calls never wait for them.
+        concurrency: completions under way at once; further ones wait. Control calls never wait for
+            them.
         timeout: seconds that a completion may take.
         patience: seconds that any other request with a body may take.
         key: sent with every request, as ``Authorization: Bearer KEY``.
@@ -55,21 +60,32 @@ class VLLMClient:
         url: without the login, so that messages can show it.
     """
 
-    def __init__(self, url: str, *, concurrency: int, timeout: float, patience: float, key: str | None = None) -> None:
+    def __init__(
+        self, url: str, *, concurrency: int, timeout: float, patience: float, key: str | None = None
+    ) -> None:
         address = urlsplit(url.rstrip("/"))
         login, _, place = address.netloc.rpartition("@")
         self.url = address._replace(netloc=place).geturl()
         if address.scheme not in ("http", "https") or not address.hostname:
             without_login = url.rpartition("@")[2]
-            raise ValueError(f"vllm: the server's address must look like http://127.0.0.1:8000, got {without_login!r}")
-        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key != ""):
-            raise ValueError("vllm.api_key: wanted visible ASCII characters, as a header can hold them")
-        headers = {"Accept-Encoding": "identity"}  # a compressed answer may be a thousand times as large
+            raise ValueError(
+                f"vllm: the server's address must look like http://127.0.0.1:8000, got {without_login!r}"
+            )
+        if key is not None and not (
+            key.isascii() and key.isprintable() and key.strip() == key != ""
+        ):
+            raise ValueError(
+                "vllm.api_key: wanted visible ASCII characters, as a header can hold them"
+            )
+        # a compressed answer may be a thousand times as large
+        headers = {"Accept-Encoding": "identity"}
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         user, _, password = login.partition(":")
         self._timeout, self._patience, self._concurrency = timeout, patience, concurrency
-        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            WeakKeyDictionary()
+        )
         self._http = httpx2.AsyncClient(
             auth=(unquote(user), unquote(password)) if login else None,
             headers=headers,
@@ -83,18 +99,24 @@ class VLLMClient:
         """The JSON of the response, or its entry of this name and type.
 
         Raises:
-            SourceLost: if there is no server, it dies meanwhile, or it takes too long (from `TimeoutError`).
+            SourceLost: if there is no server, it dies meanwhile, or it takes too long (from
+                `TimeoutError`).
             Rejected: if it refuses.
             SourceError: if there is no such entry; shows what there is.
         """
         return await self._call(path, None, min(self._timeout, _LOOK), name, kind)
 
     async def config(self) -> Any:
-        """Its configuration; the server runs pip and other programs to go with it, which a busy machine is slow at."""
-        return await self._call("/server_info?config_format=json", None, self._patience, "vllm_config", dict)
+        """Its configuration; the server runs pip and other programs to go with it, which a busy
+        machine is slow at.
+        """
+        return await self._call(
+            "/server_info?config_format=json", None, self._patience, "vllm_config", dict
+        )
 
     async def models(self) -> list[tuple[str, str]]:
-        """The name of each model that it serves, and where the model is from; the first is the one it was started with.
+        """The name of each model that it serves, and where the model is from; the first is the one
+        it was started with.
 
         Raises:
             SourceError: if its answer is no list of models.
@@ -105,16 +127,21 @@ class VLLMClient:
         except (LookupError, TypeError):
             found = []
         if not found or not all(isinstance(text, str) for model in found for text in model):
-            raise SourceError(f"vllm: {self.url}/v1/models: wanted models with id and root, got {shown(models)}")
+            raise SourceError(
+                f"vllm: {self.url}/v1/models: wanted models with id and root, got {shown(models)}"
+            )
         return found
 
     async def post(self, path: str, body: Any, name: str = "", kind: type = object) -> Any:
         return await self._call(path, body, self._patience, name, kind)
 
     async def generate(self, body: Any) -> Any:
-        largest = min(_LARGEST + _PER_TOKEN * body["sampling_params"]["max_tokens"], _LARGEST_COMPLETION)
+        largest = min(
+            _LARGEST + _PER_TOKEN * body["sampling_params"]["max_tokens"], _LARGEST_COMPLETION
+        )
         free = asyncio.Semaphore(self._concurrency)
-        async with self._gates.setdefault(asyncio.get_running_loop(), free):  # waiting takes none of its time
+        # waiting takes none of its time
+        async with self._gates.setdefault(asyncio.get_running_loop(), free):
             return await self._call("/inference/v1/generate", body, self._timeout, largest=largest)
 
     async def try_token(self, token: int) -> None:
@@ -158,11 +185,15 @@ class VLLMClient:
                 if isinstance(error, Rejected) and error.status == 401:
                     raise
             if not warned:
-                log.warning("vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds)
+                log.warning(
+                    "vllm: no healthy server at %s; waiting for one, up to %g s", self.url, seconds
+                )
                 warned = True
             await asyncio.sleep(0.2)
             left = until - time.monotonic()
-        raise SourceError(f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log")
+        raise SourceError(
+            f"vllm: no healthy server at {self.url} for {seconds:g} s; start it, or read its log"
+        )
 
     async def _call(
         self,
@@ -177,8 +208,13 @@ class VLLMClient:
         who = f"vllm: {self.url}{path.partition('?')[0]}"
         method = "GET" if body is None else "POST"
         try:
-            async with asyncio.timeout(timeout), self._http.stream(method, self.url + path, json=body) as response:
-                self.own_address: str = response.extensions["network_stream"].get_extra_info("client_addr")[0]
+            async with (
+                asyncio.timeout(timeout),
+                self._http.stream(method, self.url + path, json=body) as response,
+            ):
+                self.own_address: str = response.extensions["network_stream"].get_extra_info(
+                    "client_addr"
+                )[0]
                 content = await _read(response, largest, who)
         except TimeoutError as error:
             raise SourceLost(f"{who}: no answer in {timeout:g} s") from error
@@ -201,7 +237,8 @@ class VLLMClient:
             message = shown(reply["error"]["message"])
         except (KeyError, TypeError):
             message = shown(reply)
-        # A server whose engine has died reports so before it exits, while its health check still passes.
+        # A server whose engine has died reports so before it exits, while its health check still
+        # passes.
         dying = "EngineCore" in message or "EngineDead" in message
         if dying or (status >= 500 and path != "/health" and not await self.alive()):
             return SourceLost(f"{who}: the server is dying ({status}): {message}")
@@ -218,7 +255,9 @@ async def _read(response: httpx2.Response, largest: int, who: str) -> bytes:
     """
     encoding = response.headers.get("content-encoding", "identity")
     if encoding != "identity":
-        raise SourceError(f"{who}: its answer is compressed ({encoding[:40]}), which was not asked for; is it vLLM?")
+        raise SourceError(
+            f"{who}: its answer is compressed ({encoding[:40]}), which was not asked for; is it vLLM?"
+        )
     content = bytearray()
     async for part in response.aiter_raw():
         content += part
@@ -236,5 +275,7 @@ def _entry(who: str, reply: Any, name: str, kind: type) -> Any:
     if not isinstance(reply, dict) or name not in reply:
         raise SourceError(f"{who}: its answer has no {name!r}; is it vLLM? It says {shown(reply)}")
     if kind is not object and type(reply[name]) is not kind:
-        raise SourceError(f"{who}: its {name!r} is wanted as {WORDS[kind]}; is it vLLM? It says {shown(reply)}")
+        raise SourceError(
+            f"{who}: its {name!r} is wanted as {WORDS[kind]}; is it vLLM? It says {shown(reply)}"
+        )
     return reply[name]

@@ -1,4 +1,6 @@
-"""Completions from vLLM inside this process, on the trainer's own GPU: no server, and no network between them."""
+"""Completions from vLLM inside this process, on the trainer's own GPU: no server, and no network
+between them.
+"""
 
 import asyncio
 import functools
@@ -19,20 +21,25 @@ from .preflight import check_version, parameter_check
 from .server import VERSIONS, sample_each, sampling_params, to_sample
 from .weights import Files, send_weights
 
-_REQUESTS = ("init_weight_transfer_engine", "update_weights")  # operations that take their arguments as one request
+# operations that take their arguments as one request
+_REQUESTS = ("init_weight_transfer_engine", "update_weights")
 
 
-def start_engine(model: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"], **options: Any) -> Any:
+def start_engine(
+    model: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"], **options: Any
+) -> Any:
     """``vllm.LLM`` with the settings that training needs.
 
     Args:
         model: directory or name; its weights are replaced by the first that are published.
         dtype: the precision that it computes in; the trainer's, or else log-probs differ.
-        options: further arguments of ``vllm.LLM``, such as ``max_model_len``, ``gpu_memory_utilization`` (`SHARE`), or
-            ``enable_sleep_mode``, where vLLM's build can (on GPUs).
+        options: further arguments of ``vllm.LLM``, such as ``max_model_len``,
+            ``gpu_memory_utilization`` (`SHARE`), or ``enable_sleep_mode``, where vLLM's build can
+            (on GPUs).
 
     Raises:
-        SourceError: if vLLM is not installed, or is of another version than those that are known to work.
+        SourceError: if vLLM is not installed, or is of another version than those that are known to
+            work.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # steps are taken here
     try:
@@ -56,10 +63,12 @@ def start_engine(model: str | Path, *, dtype: Literal["float32", "bfloat16", "fl
 
 
 class VLLMEngine:
-    """vLLM's engine, which this process takes a step of at a time; weights change between two steps.
+    """vLLM's engine, which this process takes a step of at a time; weights change between two
+    steps.
 
     Args:
-        llm: from `start_engine`; with ``enable_sleep_mode`` it frees its memory while there is nothing to complete.
+        llm: from `start_engine`; with ``enable_sleep_mode`` it frees its memory while there is
+            nothing to complete.
         config, tokenizer: of the trained model.
         directory: for weights in transit, see `Files`.
     """
@@ -147,14 +156,28 @@ class VLLMEngine:
             del self._waiting[name]
             if output is None:
                 self._engine.abort_request([name])
-        drawn = [next((token, float(entry.logprob)) for token, entry in top.items()) for top in output.logprobs]
-        spans = self.updates.spans([(span.version, span.start, span.end) for span in output.weight_versions], None)
+        drawn = [
+            next((token, float(entry.logprob)) for token, entry in top.items())
+            for top in output.logprobs
+        ]
+        spans = self.updates.spans(
+            [(span.version, span.start, span.end) for span in output.weight_versions], None
+        )
         return to_sample(
-            request, index, list(output.token_ids), drawn, output.finish_reason, spans, self.tokenizer, self.vocab
+            request,
+            index,
+            list(output.token_ids),
+            drawn,
+            output.finish_reason,
+            spans,
+            self.tokenizer,
+            self.vocab,
         )
 
     async def _drive(self) -> None:
-        """Take steps while a completion is waited for; other tasks of the event loop run in between."""
+        """Take steps while a completion is waited for; other tasks of the event loop run in
+        between.
+        """
         try:
             while self._waiting:
                 await self._running.wait()
@@ -163,7 +186,10 @@ class VLLMEngine:
                     if output.finished and completion is not None and not completion.done():
                         completion.set_result(output.outputs[0])
                 await asyncio.sleep(0)
-            if self._llm.model_config.enable_sleep_mode and not self._engine.has_unfinished_requests():
+            if (
+                self._llm.model_config.enable_sleep_mode
+                and not self._engine.has_unfinished_requests()
+            ):
                 self._llm.sleep(level=1)
                 self._asleep = True
         except Exception as error:

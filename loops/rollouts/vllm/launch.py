@@ -1,4 +1,6 @@
-"""Start a vLLM server with the flags that training needs, restart it if it dies, and end it with this process."""
+"""Start a vLLM server with the flags that training needs, restart it if it dies, and end it with
+this process.
+"""
 
 import argparse
 import atexit
@@ -22,7 +24,8 @@ from .plugin import burnish_vllm_files as plugin
 from .plugin import burnish_vllm_key
 from .weights import Files, free_port
 
-# In the server's process group, `cat` reads a pipe that only this process can write to, until the kernel closes it.
+# In the server's process group, `cat` reads a pipe that only this process can write to, until the
+# kernel closes it.
 _KEPT = ("sh", "-c", 'exec 3<&0 </dev/null; { cat <&3; kill -KILL 0; } & exec "$0" "$@" 3<&-')
 LOOPBACK = "127.0.0.1"
 UNSAFE = {
@@ -36,11 +39,15 @@ _log = logging.getLogger(__name__)
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 SHARE = 0.4
 """Share of a device's memory that vLLM takes beside a trainer on it."""
-# Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for a store in vain.
-_OF_RANKS = "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
+# Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for
+# a store in vain.
+_OF_RANKS = (
+    "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
+)
 
 # Patterns of a log: vLLM's processes fail one after the other, and only the first says why.
-_LINE = re.compile(r"(?:\([^)]*pid=\d+\) ?(?:([A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?)?(.*)")  # level, and text
+# level, and text
+_LINE = re.compile(r"(?:\([^)]*pid=\d+\) ?(?:([A-Z]+) \d\d-\d\d [\d:]+ \[[^\]]*\] ?)?)?(.*)")
 _ERROR = re.compile(r"[\w.]*(Error|Exception)\b|\S+: error: |\S+: Error while |.*: not found$")
 _EXPLANATION = re.compile(r" (?!\s*File )")
 _FIXES = (  # the first pattern that is found, and what a user of the command line can do
@@ -59,36 +66,50 @@ _FIXES = (  # the first pattern that is found, and what a user of the command li
         "another process has taken its port: start again, which takes a free one, or name one in --vllm.options "
         "'{port: 8001}'",
     ),
-    (r"No module named '?vllm\b", "name the interpreter of an environment that vLLM is installed in, --vllm.python"),
-    (r"No module named", "install what is missing beside vLLM, in the environment of --vllm.python"),
+    (
+        r"No module named '?vllm\b",
+        "name the interpreter of an environment that vLLM is installed in, --vllm.python",
+    ),
+    (
+        r"No module named",
+        "install what is missing beside vLLM, in the environment of --vllm.python",
+    ),
     (r"only supported on GPUs with compute capability", "choose --dtype float32, or another GPU"),
     (r"unrecognized arguments", "leave it out of --vllm.options: this vLLM has no such flag"),
-    (r"greater than the derived max_model_len", "lower max_model_len in --vllm.options to what the model can do"),
+    (
+        r"greater than the derived max_model_len",
+        "lower max_model_len in --vllm.options to what the model can do",
+    ),
 )
 
 
 class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
-    """Start a server of a model and wait until it is healthy; it ends with this process, even if that is killed.
+    """Start a server of a model and wait until it is healthy; it ends with this process, even if
+    that is killed.
 
-    Each of its routes needs a key, which is drawn at random and only in its environment: other users of the machine can
-    reach its port, and would otherwise replace weights or call methods in its workers. The key guards requests over
-    HTTP, not the connections that vLLM's own processes, or NCCL, open to each other.
+    Each of its routes needs a key, which is drawn at random and only in its environment: other
+    users of the machine can reach its port, and would otherwise replace weights or call methods in
+    its workers. The key guards requests over HTTP, not the connections that vLLM's own processes,
+    or NCCL, open to each other.
 
-    A run that must end with the same weights whatever dies (at max_staleness 0) needs log-probs that do not depend on
-    other requests. On CPUs in float32 they were bit for bit the same with ``OMP_NUM_THREADS=1`` in the environment; for
-    GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where neither can be, recomputed old log-probs leave only tokens.
+    A run that must end with the same weights whatever dies (at max_staleness 0) needs log-probs
+    that do not depend on other requests. On CPUs in float32 they were bit for bit the same with
+    ``OMP_NUM_THREADS=1`` in the environment; for GPUs vLLM has ``VLLM_BATCH_INVARIANT=1``. Where
+    neither can be, recomputed old log-probs leave only tokens.
 
     Args:
         log: file that its output is added to.
         dtype: the precision that it computes in; the trainer's.
         python: interpreter of the environment that vLLM is installed in; burnish need not be there.
         update_flags: those of `Files`, `Nccl`, or `Adapters`.
-        flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of them, the server takes
-            `SHARE` of the device's memory (on CPUs of the machine's), so that there is room for a trainer beside it;
-            unless ``--port`` is one, a free port.
-        environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is taken to have devices of
-            its own, and the share of their memory is vLLM's own choice. ``VLLM_API_KEY`` is the key, unless random.
-        host: address that it listens at. Another one than this machine's own opens it to the network.
+        flags: further flags of vLLM's API server. Unless ``--gpu-memory-utilization`` is one of
+            them, the server takes `SHARE` of the device's memory (on CPUs of the machine's), so
+            that there is room for a trainer beside it; unless ``--port`` is one, a free port.
+        environment: further variables. With ``CUDA_VISIBLE_DEVICES`` among them, the server is
+            taken to have devices of its own, and the share of their memory is vLLM's own choice.
+            ``VLLM_API_KEY`` is the key, unless random.
+        host: address that it listens at. Another one than this machine's own opens it to the
+            network.
         patience: seconds it may take to start.
 
     Attributes:
@@ -117,7 +138,9 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         for name in UNSAFE:
             parser.add_argument("--" + name.replace("_", "-"))
         chosen, environment = parser.parse_known_args(flags)[0], environment or {}
-        refuse_unsafe({name: value for name in UNSAFE if (value := getattr(chosen, name)) is not None})
+        refuse_unsafe(
+            {name: value for name in UNSAFE if (value := getattr(chosen, name)) is not None}
+        )
         port = chosen.port or free_port()
         has_share = chosen.gpu_memory_utilization or "CUDA_VISIBLE_DEVICES" in environment
         self.url = f"http://{_reached_at(host)}:{port}"
@@ -125,21 +148,43 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         self.log = Path(log).resolve()
         self._patience = patience
         if host != LOOPBACK:
-            _log.warning("vllm: the server listens at %s: whoever reaches port %d there can try its key", host, port)
+            _log.warning(
+                "vllm: the server listens at %s: whoever reaches port %d there can try its key",
+                host,
+                port,
+            )
         self._command = [
-            *(str(python), "-m", "vllm.entrypoints.openai.api_server"),  # `vllm serve` does not start a CPU build
+            # `vllm serve` does not start a CPU build
+            *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--host", host, "--port", str(port), "--dtype", dtype),
             *("--middleware", burnish_vllm_key.MIDDLEWARE),
-            *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
+            *(
+                "--logprobs-mode",
+                "processed_logprobs",
+                "--generation-config",
+                "vllm",
+                "--enable-scale-out",
+            ),
             *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
             *update_flags,
             *flags,
         ]
-        switches = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
-        inherited = {name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)}
-        # In the environment, which other users can't read, and not among the arguments, which all see in the list of
-        # processes.
-        self._environment = {**inherited, **switches, **environment, burnish_vllm_key.VARIABLE: self.key}
+        switches = {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        inherited = {
+            name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)
+        }
+        # In the environment, which other users can't read, and not among the arguments, which all
+        # see in the list of processes.
+        self._environment = {
+            **inherited,
+            **switches,
+            **environment,
+            burnish_vllm_key.VARIABLE: self.key,
+        }
         paths = [str(Path(plugin.__file__).parent), self._environment.get("PYTHONPATH", "")]
         self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process: subprocess.Popen[bytes] | None = None
@@ -150,13 +195,16 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
     @property
     def pid(self) -> int | None:
         """The leader of its process group; None if it is not running."""
-        return None if self._process is None or self._process.poll() is not None else self._process.pid
+        return (
+            None if self._process is None or self._process.poll() is not None else self._process.pid
+        )
 
     def restart(self) -> None:
         """End it if it runs, start it, and wait until it is healthy.
 
         Raises:
-            SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer than its patience.
+            SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer
+                than its patience.
         """
         self.close()
         with self.log.open("ab") as log:
@@ -178,7 +226,9 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
                     why = killed if status == -signal.SIGKILL else f"it ended with status {status}"
                     raise SourceLost(self._failure(why, before))
                 if time.monotonic() > until:  # one attempt is enough after such patience
-                    raise SourceError(self._failure(f"not healthy after {self._patience:g} s", before))
+                    raise SourceError(
+                        self._failure(f"not healthy after {self._patience:g} s", before)
+                    )
         except BaseException:
             self.close()
             raise
@@ -211,7 +261,9 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         return False
 
     def _failure(self, why: str, before: int) -> str:
-        """The message, with the first error in its log after so many bytes and its fix, or else with its last lines."""
+        """The message, with the first error in its log after so many bytes and its fix, or else
+        with its last lines.
+        """
         text = self.log.read_bytes()[before:].decode(errors="replace")
         if (found := first_error(text)) is None:
             cause = f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
@@ -242,11 +294,15 @@ def _reached_at(host: str) -> str:
 
 
 def first_error(log: str) -> tuple[str, str | None] | None:
-    """The first line of a log that names an error, with the lines that explain it, and its fix; None where unknown."""
+    """The first line of a log that names an error, with the lines that explain it, and its fix;
+    None where unknown.
+    """
     lines = [match.groups() for line in log.splitlines() if (match := _LINE.match(line))]
     for i, (level, text) in enumerate(lines):
         if _ERROR.match(text) and level in (None, "ERROR", "CRITICAL"):
-            explanation = itertools.takewhile(_EXPLANATION.match, (line for _, line in lines[i + 1 : i + 6]))
+            explanation = itertools.takewhile(
+                _EXPLANATION.match, (line for _, line in lines[i + 1 : i + 6])
+            )
             error = "\n".join([text, *explanation])
             return error, next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)
     return None

@@ -14,7 +14,13 @@ from .client import Rejected, VLLMClient
 from .weights import Adapters, Files, Nccl, undo_update
 
 _PROBE = "Größe 12345.678 – 你好 🙂\n\tdef f(x):  return {x!r}  # don't"
-_SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SHAPE = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 
 
 async def check_server(
@@ -35,8 +41,11 @@ async def check_server(
         config = await vllm.config()
         await vllm.weight_version()
     except Rejected as error:
-        raise restart("can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment") from error
-    if await vllm.get("/is_paused", "is_paused", bool):  # a trainer has died while it was updating the weights
+        raise restart(
+            "can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment"
+        ) from error
+    # a trainer has died while it was updating the weights
+    if await vllm.get("/is_paused", "is_paused", bool):
         await undo_update(vllm)
         await vllm.resume()
     logprobs = described(config, "model_config", "logprobs_mode", kind=str)
@@ -49,11 +58,19 @@ async def check_server(
     if dtype is not None and precision != dtype:
         raise restart(f"computes in {precision}, the trainer in {dtype}", f"--dtype {dtype}")
     if quantization is not None:
-        raise restart(f"is quantized ({shown(quantization)}), and the trainer's weights are not", "a plain model")
+        raise restart(
+            f"is quantized ({shown(quantization)}), and the trainer's weights are not",
+            "a plain model",
+        )
     if (misfit := updates.misfit(config)) is not None:
         raise restart(*misfit)
-    if not updates.merged and "/v1/load_lora_adapter" not in await vllm.get("/openapi.json", "paths", dict):
-        raise restart("can't be told to load adapters", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
+    if not updates.merged and "/v1/load_lora_adapter" not in await vllm.get(
+        "/openapi.json", "paths", dict
+    ):
+        raise restart(
+            "can't be told to load adapters",
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
+        )
     try:
         await vllm.try_token(0)
     except Rejected as error:
@@ -75,7 +92,8 @@ def check_version(who: str, version: str, versions: tuple[str, ...], remedy: str
 async def check_model(
     vllm: VLLMClient, model: str, config: Any, tokenizer: PreTrainedTokenizerBase, vocab: int
 ) -> None:
-    """Compare the server's model and tokenizer with the trainer's, as far as its interface shows them.
+    """Compare the server's model and tokenizer with the trainer's, as far as its interface shows
+    them.
 
     Raises:
         SourceError: says how they differ.
@@ -99,7 +117,9 @@ async def check_model(
                               f"of {vocab}; start it with the same model")  # fmt: skip
     text = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
-    tokens = await vllm.post("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens", list)
+    tokens = await vllm.post(
+        "/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens", list
+    )
     if tokens != expected:
         raise SourceError(f"vllm: the tokenizer of the server's model {model} is another one than the trainer's: "
                           f"it gives {shown(tokens[:8])}... for {text[:9]!r}..., here it is {expected[:8]}...; "
@@ -107,7 +127,9 @@ async def check_model(
 
 
 def parameter_check(config: Any) -> Callable[[NamedWeights], NamedWeights]:
-    """`check_weights` for a model's parameters, each of which must come with every update; of an unknown model, any."""
+    """`check_weights` for a model's parameters, each of which must come with every update; of an
+    unknown model, any.
+    """
     auto: Any = AutoModelForCausalLM
     if type(config) not in auto._model_mapping:
         return lambda weights: weights

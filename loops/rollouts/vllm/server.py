@@ -1,8 +1,8 @@
 """Completions from a vLLM server, over HTTP.
 
-The server runs in an environment of its own and is started by `ServerProcess`, or by hand with the same flags.
-Everything that could make its log-probs differ from the trainer's is checked when the source is created, and again
-after every restart.
+The server runs in an environment of its own and is started by `ServerProcess`, or by hand with the
+same flags. Everything that could make its log-probs differ from the trainer's is checked when the
+source is created, and again after every restart.
 """
 
 import asyncio
@@ -17,7 +17,14 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 
 from ..event_loops import gather_or_cancel, off_loop, run
 from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
-from ..source import NamedWeights, SourceBusy, SourceError, SourceLost, check_completions, refuse_closed
+from ..source import (
+    NamedWeights,
+    SourceBusy,
+    SourceError,
+    SourceLost,
+    check_completions,
+    refuse_closed,
+)
 from .answers import check_finish, check_logprobs, check_tokens, read_completion, shown
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
@@ -28,16 +35,26 @@ T = TypeVar("T")
 
 # Tested versions of vLLM. Its endpoints for training are not covered by its promises of stability.
 VERSIONS = ("0.32",)
-_SLACK = 3.0  # seconds beyond the patience; the wait for a server that starts ends first, and says better what is wrong
-_STRAGGLER = 30.0  # seconds that the slowest of several servers is waited for where another one has answered
+# seconds beyond the patience; the wait for a server that starts ends first, and says better what is
+# wrong
+_SLACK = 3.0
+# seconds that the slowest of several servers is waited for where another one has answered
+_STRAGGLER = 30.0
 
 
 def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
-    """The arguments of vLLM's ``SamplingParams``, which raises a temperature just above 0 without a word."""
+    """The arguments of vLLM's ``SamplingParams``, which raises a temperature just above 0 without a
+    word.
+    """
     if 0 < sampling.temperature < 0.01:
-        raise ValueError(f"temperature: vLLM samples at 0.01 or above, got {sampling.temperature:g}; or set it to 0")
+        raise ValueError(
+            f"temperature: vLLM samples at 0.01 or above, got {sampling.temperature:g}; or set it to 0"
+        )
     return {
-        **{name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k")},
+        **{
+            name: getattr(sampling, name)
+            for name in ("max_tokens", "temperature", "top_p", "top_k")
+        },
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,  # only what the request calls a stop token is one
         "seed": seed,
@@ -47,7 +64,11 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
 
 
 async def sample_each(
-    complete: Callable[[Request, int], Coroutine[Any, Any, Sample]], request: Request, *, vocab: int, context: int
+    complete: Callable[[Request, int], Coroutine[Any, Any, Sample]],
+    request: Request,
+    *,
+    vocab: int,
+    context: int,
 ) -> list[Sample]:
     """The completions of a request, each of which is a request of its own to vLLM."""
     check_request(request, vocab=vocab, context=context)
@@ -66,7 +87,8 @@ def to_sample(
     tokenizer: PreTrainedTokenizerBase,
     vocab: int,
 ) -> Sample:
-    """A sample from the parts of a completion, which ``drawn`` has the log-probs of, each with its token.
+    """A sample from the parts of a completion, which ``drawn`` has the log-probs of, each with its
+    token.
 
     Args:
         reason: why it ended, in vLLM's word.
@@ -77,19 +99,25 @@ def to_sample(
     """
     who = f"vllm: completion {index} of task {request.task}"
     if [token for token, _ in drawn] != tokens:
-        raise SourceError(f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones")
+        raise SourceError(
+            f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones"
+        )
     if not tokens:
         raise SourceLost(f"{who}: it was broken off before its first token")
     ends = [0, *(span.end for span in spans)]
     if [span.start for span in spans] != ends[:-1] or ends[-1] != len(tokens):
-        raise SourceError(f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}")
+        raise SourceError(
+            f"{who}: which weights its {len(tokens)} tokens are from is not said, but {spans}"
+        )
     logprobs = [logprob for _, logprob in drawn]
     check_tokens(who, tokens, vocab)
     check_logprobs(who, logprobs)
     finish = check_finish(who, tokens, reason, request.sampling)
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     trained = [True] * len(tokens)
-    return Sample(request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text)
+    return Sample(
+        request.task, index, list(request.prompt), tokens, trained, logprobs, spans, finish, text
+    )
 
 
 class VLLMServer:
@@ -97,21 +125,24 @@ class VLLMServer:
 
     Args:
         url: ``http://host:port``.
-        config, tokenizer: of the trained model; those of the server's model, which must be readable here, unless given.
-        updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`; by default `Files` in memory, on this
-            machine.
-        dtype: the precision that the server must compute in: the trainer's, or else log-probs differ. None takes any.
+        config, tokenizer: of the trained model; those of the server's model, which must be readable
+            here, unless given.
+        updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`; by default
+            `Files` in memory, on this machine.
+        dtype: the precision that the server must compute in: the trainer's, or else log-probs
+            differ. None takes any.
         concurrency: completions under way at once; further ones wait here.
         timeout: seconds that one completion may take; it is requested again then.
-        patience: seconds in which the server must start, complete one of all requests, or take new weights. After that,
-            further attempts are useless.
+        patience: seconds in which the server must start, complete one of all requests, or take new
+            weights. After that, further attempts are useless.
         key: sent to the server with every request, such as `ServerProcess.key`.
         revive: called when the server is gone, such as `ServerProcess.revive`.
         end: called when the source is closed, such as `ServerProcess.close`.
         versions: of vLLM, to be tried at your own risk.
 
     Raises:
-        SourceError: at once, if there is no such server, or it is not what is needed; says what to change.
+        SourceError: at once, if there is no such server, or it is not what is needed; says what to
+            change.
     """
 
     overlaps, stored = True, False
@@ -136,11 +167,15 @@ class VLLMServer:
         self.updates = Files() if updates is None else updates
         self.dtype = dtype
         self._patience, self._revive, self._end, self._versions = patience, revive, end, versions
-        self._meeting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+        self._meeting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
+            WeakKeyDictionary()
+        )
         self._calls: set[asyncio.Task[Any]] = set()
         self._heard, self._late, self._closed = 0.0, False, False
         timeout = min(timeout, patience)
-        self._client = VLLMClient(url, concurrency=concurrency, timeout=timeout, patience=patience, key=key)
+        self._client = VLLMClient(
+            url, concurrency=concurrency, timeout=timeout, patience=patience, key=key
+        )
         try:
             run(self._meet(config, tokenizer))
             self.check_weights = parameter_check(self._config) if self.updates.merged else iter
@@ -159,7 +194,9 @@ class VLLMServer:
         self._note_heard()
 
     async def version(self) -> int | None:
-        """Wait for a server that is down, or revive it. None after a restart; then the server is checked again."""
+        """Wait for a server that is down, or revive it. None after a restart; then the server is
+        checked again.
+        """
         return await self._within_patience(self._known_version(), _SLACK)
 
     async def close(self) -> None:
@@ -180,11 +217,14 @@ class VLLMServer:
             self._note_heard()  # it has answered a request for one token
         return version
 
-    async def _meet(self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    async def _meet(
+        self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
         """Wait for the server, or revive it, and check that it is the required one.
 
         Raises:
-            SourceError: if that takes longer than the patience, however fast each single answer comes.
+            SourceError: if that takes longer than the patience, however fast each single answer
+                comes.
         """
         try:
             async with asyncio.timeout(self._patience + _SLACK):
@@ -195,23 +235,31 @@ class VLLMServer:
                 f"{self._patience:g} s; read its log, or raise vllm.patience"
             ) from error
 
-    async def _meet_in_time(self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    async def _meet_in_time(
+        self, config: PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
         async with self._meeting.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
             if self._revive is not None and not await self._client.alive():
                 await off_loop(self._revive)
             await self._client.wait(self._patience)
-            self.context, model = await check_server(self._client, self.updates, self.dtype, self._versions)
+            self.context, model = await check_server(
+                self._client, self.updates, self.dtype, self._versions
+            )
         self._config = _read(AutoConfig, model, "config") if config is None else config
-        self.tokenizer = _read(AutoTokenizer, model, "tokenizer") if tokenizer is None else tokenizer
+        self.tokenizer = (
+            _read(AutoTokenizer, model, "tokenizer") if tokenizer is None else tokenizer
+        )
         self.config: Any = self._config.get_text_config()
         self.vocab: int = max(self.config.vocab_size, len(self.tokenizer))
         await check_model(self._client, model, self.config, self.tokenizer, self.vocab)
 
     async def _within_patience(self, work: Coroutine[Any, Any, T], slack: float = 0.0) -> T:
-        """Return the result of the work. Attempts that come too late, one after the other, share one patience.
+        """Return the result of the work. Attempts that come too late, one after the other, share
+        one patience.
 
         Raises:
-            SourceLost: also for a refusal that may pass; `SourceBusy`, if the weights are still there.
+            SourceLost: also for a refusal that may pass; `SourceBusy`, if the weights are still
+                there.
             SourceError: if the server has been asked, and has given nothing, for longer than that.
         """
         if not (self._calls or self._late):
@@ -253,20 +301,33 @@ class VLLMServer:
             response = await self._within_patience(self._client.generate(body))
             self._note_heard()
             try:
-                answer = read_completion(response, f"vllm: completion {index} of task {request.task}")
+                answer = read_completion(
+                    response, f"vllm: completion {index} of task {request.task}"
+                )
             except (LookupError, TypeError, ValueError) as error:
                 known = " or ".join(self._versions)
                 raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
                                   f"{known}? It says {shown(response)}") from error  # fmt: skip
             spans = self.updates.spans(answer.labels, model)
-        return to_sample(request, index, answer.tokens, answer.drawn, answer.reason, spans, self.tokenizer, self.vocab)
+        return to_sample(
+            request,
+            index,
+            answer.tokens,
+            answer.drawn,
+            answer.reason,
+            spans,
+            self.tokenizer,
+            self.vocab,
+        )
 
 
 class VLLMServers:
-    """Servers of one model as one source: weights go to all, and requests to the one with the fewest under way.
+    """Servers of one model as one source: weights go to all, and requests to the one with the
+    fewest under way.
 
-    All requests of one task go to one server, whose prefix cache holds its prompt, until that refuses one. A server
-    that is lost gets no requests, and those that it had go to the others, until it takes new weights again.
+    All requests of one task go to one server, whose prefix cache holds its prompt, until that
+    refuses one. A server that is lost gets no requests, and those that it had go to the others,
+    until it takes new weights again.
     """
 
     overlaps, stored = True, False
@@ -274,7 +335,12 @@ class VLLMServers:
 
     def __init__(self, servers: Sequence[VLLMServer]) -> None:
         first = servers[0]
-        self.servers, self.config, self.tokenizer, self.vocab = servers, first.config, first.tokenizer, first.vocab
+        self.servers, self.config, self.tokenizer, self.vocab = (
+            servers,
+            first.config,
+            first.tokenizer,
+            first.vocab,
+        )
         self.context = min(server.context for server in servers)
         self._ready: list[VLLMServer] = []  # with the weights that were published last
         self._version: int | None = None
@@ -321,7 +387,11 @@ class VLLMServers:
                 task.cancel()
         self._ready = [asked[task] for task in done]
         self._drop({asked[task]: error for task in done if (error := task.exception()) is not None})
-        self._ready = [asked[task] for task in done if asked[task] in self._ready and task.result() == self._version]
+        self._ready = [
+            asked[task]
+            for task in done
+            if asked[task] in self._ready and task.result() == self._version
+        ]
         return self._version if self._ready else None
 
     async def close(self) -> None:
@@ -339,7 +409,9 @@ class VLLMServers:
                 self._ready = left
                 raise error
             if server in self._ready:
-                log.warning("%s; %d of %d servers continue without it", error, len(left), len(self.servers))
+                log.warning(
+                    "%s; %d of %d servers continue without it", error, len(left), len(self.servers)
+                )
         self._ready = left
 
 

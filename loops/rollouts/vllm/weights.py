@@ -1,11 +1,13 @@
 """Update the weights of a running vLLM: by file, by NCCL, or as one more adapter.
 
-Whole weights are put in while the engine is paused. Completions under way stay where they are, and their keys and
-values are computed anew: with the old cache they would continue from a mix of both weights, labeled with the new ones.
-A `VLLMEngine` has the methods of a `VLLMClient` for this: weight_version, pause, resume and control.
+Whole weights are put in while the engine is paused. Completions under way stay where they are, and
+their keys and values are computed anew: with the old cache they would continue from a mix of both
+weights, labeled with the new ones. A `VLLMEngine` has the methods of a `VLLMClient` for this:
+weight_version, pause, resume and control.
 
-vLLM knows the weights by a label. Ours names the version and the source that published it: a server that was restarted,
-was left behind by another run, or was cut off in the middle of an update has some other label.
+vLLM knows the weights by a label. Ours names the version and the source that published it: a server
+that was restarted, was left behind by another run, or was cut off in the middle of an update has
+some other label.
 """
 
 import asyncio
@@ -34,18 +36,24 @@ from .client import Rejected, VLLMClient
 from .plugin.burnish_vllm_files import BACKEND
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, as vLLM's flag takes them
-_CHANGING = ("pissa", "olora", "corda", "loftq")  # starts of adapters that change the weights which the server has
+# starts of adapters that change the weights which the server has
+_CHANGING = ("pissa", "olora", "corda", "loftq")
 _PART = 1 << 30  # bytes that are on their way at once, to all servers
 
 
-async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: int) -> dict[Any, BaseException]:
-    """Send the weights to all sources in lockstep; returns the errors of those that failed, and raises if all did.
+async def send_weights(
+    sources: Sequence[Any], weights: NamedWeights, version: int
+) -> dict[Any, BaseException]:
+    """Send the weights to all sources in lockstep; returns the errors of those that failed, and
+    raises if all did.
 
-    They are read once, a part at a time, and the next part when every source has taken this one: however slow one of
-    them is, their copies of a part take no more than 1 GiB in all, or one tensor each.
+    They are read once, a part at a time, and the next part when every source has taken this one:
+    however slow one of them is, their copies of a part take no more than 1 GiB in all, or one
+    tensor each.
 
     Args:
-        sources: with ``updates``, and ``update(step, *arguments)``: ``step(vllm, *arguments)`` within their patience.
+        sources: with ``updates``, and ``update(step, *arguments)``: ``step(vllm, *arguments)``
+            within their patience.
     """
     failed: dict[Any, BaseException] = {}
 
@@ -53,7 +61,13 @@ async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: i
         left = [source for source in sources if source not in failed]
         steps = [source.update(getattr(source.updates, step), *arguments) for source in left]
         outcomes = await asyncio.gather(*steps, return_exceptions=True)
-        failed.update({source: error for source, error in zip(left, outcomes, strict=True) if error is not None})
+        failed.update(
+            {
+                source: error
+                for source, error in zip(left, outcomes, strict=True)
+                if error is not None
+            }
+        )
 
     await each("begin")
     for part, last in _parts(weights, _PART // len(sources)):
@@ -67,8 +81,14 @@ async def send_weights(sources: Sequence[Any], weights: NamedWeights, version: i
 
 
 async def undo_update(vllm: VLLMClient) -> None:
-    """End an update that another trainer left half done: it may or may not have begun, and may have failed."""
-    for operation in ("start_weight_update", "finish_weight_update", "shutdown_weight_transfer_engine"):
+    """End an update that another trainer left half done: it may or may not have begun, and may have
+    failed.
+    """
+    for operation in (
+        "start_weight_update",
+        "finish_weight_update",
+        "shutdown_weight_transfer_engine",
+    ):
         with contextlib.suppress(Rejected):
             await vllm.control(operation)
 
@@ -79,21 +99,29 @@ class FullWeights:
     merged = True  # takes adapters merged into the weights that they adapt
     backend: str
     flags: Sequence[str]  # of a server that is updated so
-    connect: Callable[[Any], Awaitable[None]]  # to an engine that has just been started, or belonged to another trainer
-    send: Callable[[Any, dict[str, Tensor], bool], Awaitable[None]]  # a part of the weights; is it the last?
+    # to an engine that has just been started, or belonged to another trainer
+    connect: Callable[[Any], Awaitable[None]]
+    # a part of the weights; is it the last?
+    send: Callable[[Any, dict[str, Tensor], bool], Awaitable[None]]
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
         self._newest = -1  # version that was published
 
     def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
-        """Why a server of this configuration can't be updated so, and the flags that it needs; None if it can."""
+        """Why a server of this configuration can't be updated so, and the flags that it needs; None
+        if it can.
+        """
         if config.get("lora_config") is not None:
-            return "has lora_config, under which whole weights can't be replaced", "no --enable-lora"
+            return (
+                "has lora_config, under which whole weights can't be replaced",
+                "no --enable-lora",
+            )
         transfer = config.get("weight_transfer_config")
         if not isinstance(transfer, Mapping) or transfer.get("backend") != self.backend:
-            return f"has weight_transfer_config={shown(transfer)}, but weights are to come another way", shlex.join(
-                self.flags
+            return (
+                f"has weight_transfer_config={shown(transfer)}, but weights are to come another way",
+                shlex.join(self.flags),
             )
         return None
 
@@ -107,7 +135,8 @@ class FullWeights:
             if label != "default":  # the state of a vLLM that has just been started
                 await undo_update(vllm)
             await self.connect(vllm)
-        # Mark the weights invalid until the update is complete: if this process dies, the next one publishes again.
+        # Mark the weights invalid until the update is complete: if this process dies, the next one
+        # publishes again.
         await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
         await vllm.control("start_weight_update")
 
@@ -121,7 +150,8 @@ class FullWeights:
         return contextlib.nullcontext()
 
     def spans(self, labels: Iterable[tuple[str, int, int]], model: str | None) -> list[VersionSpan]:
-        """The versions that a completion is from, by vLLM's labels of the tokens [start, end) and the requested model.
+        """The versions that a completion is from, by vLLM's labels of the tokens [start, end) and
+        the requested model.
 
         Raises:
             SourceLost: if it is from weights that were not published here.
@@ -130,9 +160,13 @@ class FullWeights:
         spans = []
         for label, start, end in labels:
             if (version := self._version(label)) is None:
-                raise SourceLost(f"vllm: it answered from weights {label[:80]!r}, not from published ones")
+                raise SourceLost(
+                    f"vllm: it answered from weights {label[:80]!r}, not from published ones"
+                )
             if version > self._newest:
-                raise SourceError(f"vllm: it answered from version {version}; the newest one is {self._newest}")
+                raise SourceError(
+                    f"vllm: it answered from version {version}; the newest one is {self._newest}"
+                )
             spans.append(VersionSpan(version, start, end))
         return spans
 
@@ -146,7 +180,8 @@ class Files(FullWeights):
     """Whole weights through files, which are not kept.
 
     Args:
-        directory: one that trainer and server both see; a new one, in memory where there is ``/dev/shm``, unless given.
+        directory: one that trainer and server both see; a new one, in memory where there is
+            ``/dev/shm``, unless given.
     """
 
     backend = BACKEND
@@ -161,7 +196,9 @@ class Files(FullWeights):
 
     async def connect(self, vllm: VLLMClient) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        await vllm.control("init_weight_transfer_engine", init_info={"directory": str(self.directory)})
+        await vllm.control(
+            "init_weight_transfer_engine", init_info={"directory": str(self.directory)}
+        )
 
     async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
         path = self.directory / f"{self._name}.safetensors"
@@ -173,13 +210,16 @@ class Files(FullWeights):
 
 
 class Nccl(FullWeights):
-    """Whole weights from GPU to GPUs, broadcast by this process; needs vLLM in the trainer's environment, too.
+    """Whole weights from GPU to GPUs, broadcast by this process; needs vLLM in the trainer's
+    environment, too.
 
-    Written to vLLM 0.32's contract and tested against a stand-in; no GPU has run it yet. Seconds per publication on one
-    host with two GPUs, compared with `Files` in ``/dev/shm``, will decide if it stays.
+    Written to vLLM 0.32's contract and tested against a stand-in; no GPU has run it yet. Seconds
+    per publication on one host with two GPUs, compared with `Files` in ``/dev/shm``, will decide if
+    it stays.
 
     Args:
-        address: of this machine, as the server sees it; unless given, the one that it sends requests from.
+        address: of this machine, as the server sees it; unless given, the one that it sends
+            requests from.
         timeout: seconds that one broadcast may take.
     """
 
@@ -189,7 +229,11 @@ class Nccl(FullWeights):
     def __init__(self, address: str | None = None, *, timeout: float = 300.0) -> None:
         super().__init__()
         self.address, self.timeout = address, timeout
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if torch.cuda.is_available()
+            else "cpu"
+        )
         self._group: Any = None
 
     async def connect(self, vllm: VLLMClient) -> None:
@@ -201,7 +245,9 @@ class Nccl(FullWeights):
         ranks = 1 + await vllm.get("/get_world_size", "world_size", int)
         address = self.address or vllm.own_address
         group = {"master_address": address, "master_port": free_port(), "world_size": ranks}
-        joining = vllm.control("init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False})
+        joining = vllm.control(
+            "init_weight_transfer_engine", init_info={**group, "rank_offset": 1, "packed": False}
+        )
         self._group = await self._collective(lambda: trainer_init(group), joining)
 
     async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
@@ -218,8 +264,12 @@ class Nccl(FullWeights):
 
         await self._collective(broadcast, vllm.control("update_weights", update_info=info))
 
-    async def _collective(self, trainer: Callable[[], Any], server: Coroutine[Any, Any, None]) -> Any:
-        """Run both sides of a collective; if one fails, the other waits in NCCL forever, and is abandoned."""
+    async def _collective(
+        self, trainer: Callable[[], Any], server: Coroutine[Any, Any, None]
+    ) -> Any:
+        """Run both sides of a collective; if one fails, the other waits in NCCL forever, and is
+        abandoned.
+        """
 
         def on_device() -> Any:
             if not torch.cuda.is_available():
@@ -237,10 +287,12 @@ class Nccl(FullWeights):
 
 
 class Adapters:
-    """One more LoRA adapter for every version, under a name of its own; nothing is merged, nothing changed in place.
+    """One more LoRA adapter for every version, under a name of its own; nothing is merged, nothing
+    changed in place.
 
-    Here ``publish`` takes the adapter's own tensors, by the names of ``peft.get_peft_model_state_dict``.
-    A completion under way continues with the adapter that it began with, which is unloaded after the last of them.
+    Here ``publish`` takes the adapter's own tensors, by the names of
+    ``peft.get_peft_model_state_dict``. A completion under way continues with the adapter that it
+    began with, which is unloaded after the last of them.
 
     Args:
         directory: that trainer and server both see.
@@ -252,7 +304,13 @@ class Adapters:
 
     def __init__(self, directory: str | Path, config: Any, loaded: int = 4) -> None:
         self.directory, self.config = Path(directory).resolve(), config
-        self.flags = ("--enable-lora", "--max-lora-rank", str(max_lora_rank(vars(config))), "--max-loras", str(loaded))
+        self.flags = (
+            "--enable-lora",
+            "--max-lora-rank",
+            str(max_lora_rank(vars(config))),
+            "--max-loras",
+            str(loaded),
+        )
         self._tensors: dict[str, Tensor] = {}  # on their way
         self._versions: dict[str, int] = {}  # by name; the last one is drawn from
         self._in_use: Counter[str] = Counter()
@@ -263,7 +321,9 @@ class Adapters:
             return "takes no adapters", shlex.join(self.flags)
         rank = lora.get("max_lora_rank", self.config.r)
         if not isinstance(rank, int) or rank < self.config.r:
-            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(self.flags[1:3])
+            return f"takes adapters up to rank {rank}, lora.r is {self.config.r}", shlex.join(
+                self.flags[1:3]
+            )
         return None
 
     async def version(self, vllm: VLLMClient) -> int | None:
@@ -284,15 +344,21 @@ class Adapters:
         await off_loop(functools.partial(save_file, tensors, path / "adapter_model.safetensors"))
         self.config.save_pretrained(str(path))
         try:
-            await vllm.post("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
+            await vllm.post(
+                "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)}
+            )
         except Rejected as error:
             raise SourceError(f"{error}; trainer and server must both see {self.directory}, and the server's "
                               f"--max-lora-rank be at least {self.config.r}") from error  # fmt: skip
         self._versions[path.name] = version
-        for name in [name for name in self._versions if name != path.name and not self._in_use[name]]:
+        for name in [
+            name for name in self._versions if name != path.name and not self._in_use[name]
+        ]:
             del self._versions[name]
             await vllm.post("/v1/unload_lora_adapter", {"lora_name": name})
-            await off_loop(functools.partial(shutil.rmtree, self.directory / name, ignore_errors=True))
+            await off_loop(
+                functools.partial(shutil.rmtree, self.directory / name, ignore_errors=True)
+            )
 
     @contextlib.contextmanager
     def model(self) -> Iterator[str]:
@@ -317,7 +383,9 @@ def _copies(weights: NamedWeights) -> dict[str, Tensor]:
 
 
 def _parts(weights: NamedWeights, limit: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Consecutive parts of the weights of so many bytes, or of one tensor, each with whether it is the last."""
+    """Consecutive parts of the weights of so many bytes, or of one tensor, each with whether it is
+    the last.
+    """
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
@@ -330,20 +398,29 @@ def _parts(weights: NamedWeights, limit: int) -> Iterator[tuple[dict[str, Tensor
 
 
 def max_lora_rank(adapter: Mapping[str, Any]) -> int:
-    """The smallest of vLLM's ranks of adapters that all of one with these fields of peft's ``LoraConfig`` fit in.
+    """The smallest of vLLM's ranks of adapters that all of one with these fields of peft's
+    ``LoraConfig`` fit in.
 
     Raises:
-        ValueError: if there is none, or vLLM can't load such adapters (``vllm.lora.peft_helper.PEFTHelper``).
+        ValueError: if there is none, or vLLM can't load such adapters
+            (``vllm.lora.peft_helper.PEFTHelper``).
     """
-    init, remedy = adapter.get("init_lora_weights"), "or set vllm.updates to files, which sends the merged weights"
+    init, remedy = (
+        adapter.get("init_lora_weights"),
+        "or set vllm.updates to files, which sends the merged weights",
+    )
     refused = {name: adapter.get(name) for name in ("use_dora", "modules_to_save", "lora_bias")}
     refused["bias"] = adapter.get("bias", "none") != "none"
     refused["init_lora_weights"] = str(init).lower().startswith(_CHANGING)
     for name in (name for name, wrong in refused.items() if wrong):
-        raise ValueError(f"lora.{name}: vLLM can't load adapters with {name}={adapter[name]}; leave it out, {remedy}")
+        raise ValueError(
+            f"lora.{name}: vLLM can't load adapters with {name}={adapter[name]}; leave it out, {remedy}"
+        )
     rank = max(adapter["r"], *(adapter.get("rank_pattern") or {}).values(), 0)
     if rank > _RANKS[-1]:
-        raise ValueError(f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, {remedy}")
+        raise ValueError(
+            f"lora.r: vLLM takes adapters up to rank {_RANKS[-1]}, got {rank}; lower lora.r, {remedy}"
+        )
     return next(known for known in _RANKS if rank <= known)
 
 

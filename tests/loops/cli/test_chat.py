@@ -42,8 +42,12 @@ def generated(directory, lines, *, system=None, most=12, dtype=torch.float32):
         messages.append({"role": "user", "content": line})
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        ends = sorted({*GenerationConfig.from_pretrained(directory).eos_token_id, tokenizer.eos_token_id})
-        tokens = model.generate(prompt, do_sample=False, max_new_tokens=most, eos_token_id=ends, pad_token_id=ends[0])
+        ends = sorted(
+            {*GenerationConfig.from_pretrained(directory).eos_token_id, tokenizer.eos_token_id}
+        )
+        tokens = model.generate(
+            prompt, do_sample=False, max_new_tokens=most, eos_token_id=ends, pad_token_id=ends[0]
+        )
         answers.append(tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True))
         messages.append({"role": "assistant", "content": answers[-1]})
     return answers
@@ -54,8 +58,17 @@ def run(tmp_path):
     """A run that has learned by heart to end with a token that its start did not end with."""
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)]
     start = save_model(tmp_path / "start", eos="<|start|>", dtype=torch.bfloat16)
-    fields = {"model": str(start), "data": str(write_rows(tmp_path / "messages.jsonl", rows)), "dtype": "bfloat16"}
-    fields |= {"output": str(tmp_path / "run"), "steps": 150, "batch_size": 4, "learning_rate": 1e-2}
+    fields = {
+        "model": str(start),
+        "data": str(write_rows(tmp_path / "messages.jsonl", rows)),
+        "dtype": "bfloat16",
+    }
+    fields |= {
+        "output": str(tmp_path / "run"),
+        "steps": 150,
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+    }
     open_sft(SFT(**fields, schedule="constant")).train()
     return tmp_path / "run", rows
 
@@ -65,19 +78,25 @@ def test_a_run_answers_as_its_model_generates_and_stops_at_its_end_tokens(run, c
     lines = [row["messages"][0]["content"] for row in rows]
     for line, row in zip(lines, rows, strict=True):
         status, out, _ = chat([line], directory, "--temperature", 0)
-        assert status == 0 and out == row["messages"][1]["content"] + "\n"  # learned by heart, no end token shown
+        # learned by heart, no end token shown
+        assert status == 0 and out == row["messages"][1]["content"] + "\n"
     conversation = generated(directory / "model", lines, dtype=torch.bfloat16)
-    assert chat(lines, directory, "--temperature", 0, "--max_tokens", 12)[1] == "".join(f"{a}\n" for a in conversation)
+    assert chat(lines, directory, "--temperature", 0, "--max_tokens", 12)[1] == "".join(
+        f"{a}\n" for a in conversation
+    )
 
 
 def test_a_system_message_and_earlier_turns_are_in_the_prompt(model, chat):
     lines = ["1 + 1?", "and 2?"]
     GenerationConfig(eos_token_id=[1]).save_pretrained(model)
     expected = generated(model, lines, system="be terse")
-    status, out, _ = chat(lines, model, "--system", "be terse", "--temperature", 0, "--max_tokens", 12)
+    status, out, _ = chat(
+        lines, model, "--system", "be terse", "--temperature", 0, "--max_tokens", 12
+    )
     assert (status, out) == (0, "".join(f"{answer}\n" for answer in expected))
     assert (
-        expected[0] != generated(model, lines)[0] and expected[1] != generated(model, lines[1:], system="be terse")[0]
+        expected[0] != generated(model, lines)[0]
+        and expected[1] != generated(model, lines[1:], system="be terse")[0]
     )
 
 
@@ -100,11 +119,18 @@ def test_a_model_without_a_chat_template_continues_each_line(tmp_path, chat):
 
 def test_what_cannot_be_talked_to_is_refused(tmp_path, model, chat):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)]
-    fields = {"model": str(model), "data": str(write_rows(tmp_path / "m.jsonl", rows)), "output": str(tmp_path / "run")}
+    fields = {
+        "model": str(model),
+        "data": str(write_rows(tmp_path / "m.jsonl", rows)),
+        "output": str(tmp_path / "run"),
+    }
     open_sft(SFT(**fields, steps=1, lora=Lora(r=2))).train()
     assert "burnish merge" in chat([], tmp_path / "run/adapter")[2]
     (tmp_path / "run/model").rename(tmp_path / "elsewhere")
-    assert f"the run has left no model yet; burnish export {tmp_path / 'run'}" in chat([], tmp_path / "run")[2]
+    assert (
+        f"the run has left no model yet; burnish export {tmp_path / 'run'}"
+        in chat([], tmp_path / "run")[2]
+    )
     assert "temperature: wanted at least 0, got -1.0" in chat([], model, "--temperature", "-1")[2]
     assert "max_tokens: wanted at least 1, got 0" in chat([], model, "--max_tokens", 0)[2]
     assert "model: nowhere/there" in chat([], "nowhere/there")[2]
@@ -113,8 +139,20 @@ def test_what_cannot_be_talked_to_is_refused(tmp_path, model, chat):
 
 @slow
 def test_it_works_in_a_pipe(model):
-    command = [sys.executable, "-m", "burnish", "chat", str(model), "--temperature", "0", "--max_tokens", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "burnish",
+        "chat",
+        str(model),
+        "--temperature",
+        "0",
+        "--max_tokens",
+        "5",
+    ]
     one = subprocess.run(command, input="1 + 1?\n", capture_output=True, text=True, timeout=120)
     two = subprocess.run(command, input="1 + 1?\n2?\n", capture_output=True, text=True, timeout=120)
     assert one.returncode == two.returncode == 0 and one.stderr == two.stderr == ""
-    assert two.stdout.startswith(one.stdout) and two.stdout.count("\n") > one.stdout.count("\n") >= 1
+    assert (
+        two.stdout.startswith(one.stdout) and two.stdout.count("\n") > one.stdout.count("\n") >= 1
+    )

@@ -24,7 +24,16 @@ def run(model, tmp_path, capsys):
     def run(recipe, rows, *flags, model=model):
         data = tmp_path / "data.jsonl"
         write_rows(data, rows) if isinstance(rows, list) else data.write_text(rows)
-        arguments = [recipe, "--model", str(model), "--data", str(data), "--output", str(tmp_path / "run"), *flags]
+        arguments = [
+            recipe,
+            "--model",
+            str(model),
+            "--data",
+            str(data),
+            "--output",
+            str(tmp_path / "run"),
+            *flags,
+        ]
         try:
             status = main(arguments)
         except SystemExit as stopped:
@@ -41,25 +50,47 @@ MESSAGES = [{"messages": pair["prompt"] + pair["chosen"]} for pair in PAIRS]
 
 @pytest.mark.drawn
 def test_dpo_writes_everything_that_a_run_directory_promises(run, tmp_path):
-    flags = ["--steps", "4", "--batch_size", "3", "--eval_data", str(tmp_path / "data.jsonl"), "--save_every", "2"]
+    flags = [
+        "--steps",
+        "4",
+        "--batch_size",
+        "3",
+        "--eval_data",
+        str(tmp_path / "data.jsonl"),
+        "--save_every",
+        "2",
+    ]
     status, said = run("dpo", PAIRS, *flags, "--report_to", "tensorboard")
     assert status == 0, said
     assert "6 rows read, 6 kept" in said
     place = tmp_path / "run"
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    promised = {"loss", "grad_norm", "learning_rate", "tokens", "seconds", "rewards/margins", "rewards/accuracies"}
+    promised = {
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "seconds",
+        "rewards/margins",
+        "rewards/accuracies",
+    }
     assert promised <= lines[1].keys()
     assert {"eval/loss", "eval/rewards/accuracies"} <= lines[0].keys() & lines[-1].keys()
     assert (place / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in sorted((place / "checkpoints").iterdir())] == ["step-00000002", "step-00000004"]
+    assert [path.name for path in sorted((place / "checkpoints").iterdir())] == [
+        "step-00000002",
+        "step-00000004",
+    ]
     assert list(place.glob("logs/**/events*")), "TensorBoard has nothing to show"
     assert yaml.safe_load((place / "config.yaml").read_text())["batch_size"] == 3
 
 
 def test_a_configuration_is_yaml_and_flags_win_wherever_they_stand(run, tmp_path):
     config = tmp_path / "config.yaml"
-    config.write_text("loss: {dpo: 1.0, nll: {coefficient: 0.2}}\nbeta: 0.3\nlora: {r: 2}\nlearning_rate: 1e-4\n")
+    config.write_text(
+        "loss: {dpo: 1.0, nll: {coefficient: 0.2}}\nbeta: 0.3\nlora: {r: 2}\nlearning_rate: 1e-4\n"
+    )
     status, said = run("dpo", PAIRS, "--beta", "0.5", "--config", str(config), "--steps", "1")
     assert status == 0, said
     written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
@@ -101,9 +132,13 @@ def test_help_says_what_each_field_is_for(run, capsys):
     ids=["copy", "precompute", "adapters off"],
 )
 def test_before_the_first_step_policy_and_reference_are_one(run, tmp_path, dtype, flags):
-    status, said = run("dpo", PAIRS, "--steps", "2", "--dtype", dtype, "--learning_rate", "1e-2", *flags)
+    status, said = run(
+        "dpo", PAIRS, "--steps", "2", "--dtype", dtype, "--learning_rate", "1e-2", *flags
+    )
     assert status == 0, said
-    first, second = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    first, second = [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(second["rewards/margins"]) > 1e-4
 
@@ -139,14 +174,21 @@ def test_the_name_of_another_recipe_is_answered_with_ours(run, recipe, name, mea
 
 
 def test_every_name_that_is_meant_is_a_field_of_a_recipe():
-    fields = {field for config in vars(settings).values() for field in getattr(config, "__dataclass_fields__", ())}
+    fields = {
+        field
+        for config in vars(settings).values()
+        for field in getattr(config, "__dataclass_fields__", ())
+    }
     assert fields >= {*MEANT.values()}
 
 
 @pytest.mark.parametrize(
-    ("recipe", "name", "meant"), [("dpo", "batchsize", "batch_size"), ("ppo", "old", "old_logprobs")]
+    ("recipe", "name", "meant"),
+    [("dpo", "batchsize", "batch_size"), ("ppo", "old", "old_logprobs")],
 )
-def test_an_unknown_yaml_key_is_named_with_the_nearest_or_with_ours(run, recipe, name, meant, tmp_path):
+def test_an_unknown_yaml_key_is_named_with_the_nearest_or_with_ours(
+    run, recipe, name, meant, tmp_path
+):
     (tmp_path / "config.yaml").write_text(f"{name}: 3\n")
     status, said = run(recipe, PAIRS, "--config", str(tmp_path / "config.yaml"))
     assert status == 2
@@ -161,7 +203,10 @@ def test_an_unknown_recipe_is_named_with_the_nearest(capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--loss", "{dpo: 1, cpo: 1}", "--divergence", "js"], "divergence: cpo has no reference to diverge from"),
+        (
+            ["--loss", "{dpo: 1, cpo: 1}", "--divergence", "js"],
+            "divergence: cpo has no reference to diverge from",
+        ),
         (["--loss", "aot", "--pair_weight", "wpo"], "pair_weight: aot sorts the pairs of a step"),
         (["--loss", "{dpo: {beta: -0.1}}"], "dpo: beta must be > 0, got -0.1"),
         (["--loss", "dop"], "'dop' is not one of"),
@@ -207,7 +252,12 @@ def without(pair, column):
         ("dpo", [PAIRS[0], {**PAIRS[1], "rejected": PAIRS[1]["chosen"]}], [], "data.jsonl line 2"),
         ("dpo", PAIRS, ["--max_length", "20"], "data.jsonl line 1"),
         ("sft", [{"prompt": "2+2=", "completion": ""}], [], "data.jsonl line 1"),
-        ("sft", [MESSAGES[0], {"messages": list(reversed(MESSAGES[1]["messages"]))}], [], "data.jsonl line 2"),
+        (
+            "sft",
+            [MESSAGES[0], {"messages": list(reversed(MESSAGES[1]["messages"]))}],
+            [],
+            "data.jsonl line 2",
+        ),
         (
             "sft",
             [{"messages": [{"role": "user", "content": 42}, *MESSAGES[0]["messages"][1:]]}],
@@ -216,7 +266,15 @@ def without(pair, column):
         ),
         ("sft", '{"text": "a b"}\n{"text": "a\n', [], "data.jsonl line 2: not JSON"),
     ],
-    ids=["missing column", "identical", "prompt too long", "empty", "role order", "non-string content", "malformed"],
+    ids=[
+        "missing column",
+        "identical",
+        "prompt too long",
+        "empty",
+        "role order",
+        "non-string content",
+        "malformed",
+    ],
 )
 def test_a_bad_row_is_named_and_nothing_is_written(run, tmp_path, recipe, rows, flags, message):
     status, said = run(recipe, rows, *flags)
@@ -270,7 +328,9 @@ def test_a_finished_run_resumed_with_more_steps_goes_on(run, tmp_path):
 
 @pytest.mark.parametrize("rewards", ["short:reward", "[short:reward]", "{short:reward: 1.0}"])
 def test_a_reward_is_named_as_in_python(run, tmp_path, monkeypatch, rewards):
-    (tmp_path / "short.py").write_text("def reward(row, sample):\n    return -float(len(sample.text))\n")
+    (tmp_path / "short.py").write_text(
+        "def reward(row, sample):\n    return -float(len(sample.text))\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     flags = ["--prompts_per_rollout", "2", "--group_size", "2", "--max_tokens", "4", "--steps", "1"]

@@ -23,7 +23,17 @@ def shown(tokenizer, tmp_path, capsys):
 
     def shown(recipe, rows, *flags):
         write_rows(tmp_path / "data.jsonl", rows)
-        status = main(["data", recipe, "--model", str(tokenizer), "--data", str(tmp_path / "data.jsonl"), *flags])
+        status = main(
+            [
+                "data",
+                recipe,
+                "--model",
+                str(tokenizer),
+                "--data",
+                str(tmp_path / "data.jsonl"),
+                *flags,
+            ]
+        )
         said = capsys.readouterr()
         assert not (tmp_path / "none").exists()
         return status, said.out, said.err
@@ -51,7 +61,11 @@ def test_both_completions_of_a_pair_are_named(shown):
     [
         ("kto", {"prompt": "1", "completion": " 2", "label": 1}, ()),
         ("prm", {"prompt": "1", "completions": ["2", "3"], "labels": [1, 0]}, ()),
-        ("reward", {"prompt": "1", "completion": " 2", "score": 0.5}, ("--loss", "score_regression")),
+        (
+            "reward",
+            {"prompt": "1", "completion": " 2", "score": 0.5},
+            ("--loss", "score_regression"),
+        ),
         ("grpo", {"prompt": "1 + 2", "answer": "3"}, ()),
         ("distill", {"prompt": "1", "completion": " 2"}, ()),
     ],
@@ -68,10 +82,14 @@ def test_prompts_alone_are_no_completions_of_which_nothing_is_trained(shown):
 
 
 def test_each_part_of_a_mixture_and_the_held_out_rows_are_shown(shown, tmp_path):
-    write_rows(tmp_path / "more.jsonl", [{"prompt": f"{i} + 2 =", "completion": " 3"} for i in range(8)])
+    write_rows(
+        tmp_path / "more.jsonl", [{"prompt": f"{i} + 2 =", "completion": " 3"} for i in range(8)]
+    )
     data = {str(tmp_path / "data.jsonl"): 2, str(tmp_path / "more.jsonl"): 0.5}
     rows = [{"prompt": "1", "completion": "2"}]
-    status, out, _ = shown("sft", rows, "--data", json.dumps(data), "--eval_data", "2", "--rows", "1")
+    status, out, _ = shown(
+        "sft", rows, "--data", json.dumps(data), "--eval_data", "2", "--rows", "1"
+    )
     assert status == 0
     assert "data.jsonl, example 1" in out and "more.jsonl, example 1" in out
     assert "rows read of 8, " in out
@@ -81,8 +99,13 @@ def test_each_part_of_a_mixture_and_the_held_out_rows_are_shown(shown, tmp_path)
 def test_a_file_is_shown_as_its_recipe_reads_it(shown, tmp_path, tokenizer, capsys):
     rows = [{"question": "1 + 2 =", "answer": " 3"}]
     write_rows(tmp_path / "data.jsonl", rows)
-    data = {"path": str(tmp_path / "data.jsonl"), "columns": {"question": "prompt", "answer": "completion"}}
-    (tmp_path / "sft.yaml").write_text(json.dumps({"model": str(tokenizer), "data": data, "output": "x"}))
+    data = {
+        "path": str(tmp_path / "data.jsonl"),
+        "columns": {"question": "prompt", "answer": "completion"},
+    }
+    (tmp_path / "sft.yaml").write_text(
+        json.dumps({"model": str(tokenizer), "data": data, "output": "x"})
+    )
     assert main(["data", "sft", str(tmp_path / "sft.yaml")]) == 0
     assert "⟦ 3" in capsys.readouterr().out
 
@@ -90,7 +113,10 @@ def test_a_file_is_shown_as_its_recipe_reads_it(shown, tmp_path, tokenizer, caps
 def test_what_a_run_would_refuse_is_refused_in_a_line(shown):
     status, _, err = shown("dpo", [{"prompt": "1", "chosen": "2", "rejected": "2"}])
     assert status == 1
-    assert err.startswith("burnish dpo: ") and "data.jsonl line 1: 'chosen' and 'rejected' are identical" in err
+    assert (
+        err.startswith("burnish dpo: ")
+        and "data.jsonl line 1: 'chosen' and 'rejected' are identical" in err
+    )
 
 
 @pytest.mark.parametrize("words", [[], ["nonsense"], ["demo", "x"]])

@@ -14,8 +14,13 @@ def test_env_says_versions_devices_and_the_digest_of_a_configuration(tmp_path, c
     (tmp_path / "dpo.yaml").write_text("beta: 0.2\n")
     assert main(["env", str(tmp_path / "dpo.yaml")]) == 0
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert shown["torch"] == version("torch") and {"burnish", "transformers", "python", "cpu", "gpu"} <= shown.keys()
-    assert shown["dpo.yaml"] == f"sha256 {hashlib.sha256(b'beta: 0.2' + bytes([10])).hexdigest()[:16]}"
+    assert (
+        shown["torch"] == version("torch")
+        and {"burnish", "transformers", "python", "cpu", "gpu"} <= shown.keys()
+    )
+    assert (
+        shown["dpo.yaml"] == f"sha256 {hashlib.sha256(b'beta: 0.2' + bytes([10])).hexdigest()[:16]}"
+    )
 
 
 def test_env_says_ranks_and_neither_secrets_nor_paths(capsys, monkeypatch, tmp_path):
@@ -26,7 +31,11 @@ def test_env_says_ranks_and_neither_secrets_nor_paths(capsys, monkeypatch, tmp_p
     assert main(["env", str(tmp_path / "dpo.yaml")]) == 0
     shown = capsys.readouterr().out
     assert "WORLD_SIZE      4" in shown
-    assert "secret" not in shown and os.path.expanduser("~") not in shown and str(tmp_path) not in shown
+    assert (
+        "secret" not in shown
+        and os.path.expanduser("~") not in shown
+        and str(tmp_path) not in shown
+    )
 
 
 def test_env_names_a_file_that_is_not_there(capsys):
@@ -42,7 +51,9 @@ def test_bash_completes_recipes_flags_and_choices(tmp_path, capsys):
     def completed(*words):
         ask = f"source {script}; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_burnish; "
         command = ["bash", "-c", ask + 'printf "%s\\n" "${COMPREPLY[@]}"']
-        return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+        return set(
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        )
 
     assert completed("burnish", "d") == {"dpo", "distill", "demo"}
     assert "--learning_rate" in completed("burnish", "dpo", "--learn")

@@ -17,21 +17,46 @@ from shared import made_once
 from tiny import save_model, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-KINDS = ["sft", "sft_bfloat16", "dpo_tied", "dpo_adapters", "reward", "reward_adapters", "prm", "ppo", "ppo_critic"]
+KINDS = [
+    "sft",
+    "sft_bfloat16",
+    "dpo_tied",
+    "dpo_adapters",
+    "reward",
+    "reward_adapters",
+    "prm",
+    "ppo",
+    "ppo_critic",
+]
 
 
 @pytest.fixture
 def settings(tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(12)]
     data = write_rows(tmp_path / "messages.jsonl", rows)
-    model = save_model(tmp_path / "start", eos="<|start|>")  # the template ends answers with another token
-    fields = {"model": str(model), "data": str(data), "eval_data": 4, "batch_size": 2, "learning_rate": 1e-2}
-    fields |= {"eval_every": 1, "save_every": 1, "keep": 9, "keep_best": "max:eval/loss", "schedule": "constant"}
+    # the template ends answers with another token
+    model = save_model(tmp_path / "start", eos="<|start|>")
+    fields = {
+        "model": str(model),
+        "data": str(data),
+        "eval_data": 4,
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+    }
+    fields |= {
+        "eval_every": 1,
+        "save_every": 1,
+        "keep": 9,
+        "keep_best": "max:eval/loss",
+        "schedule": "constant",
+    }
     return {**fields, "output": str(tmp_path / "run"), "steps": 3}
 
 
 def assert_same_files(exported, left):
-    """Both directories hold the same files with the same content; weights by value and dtype, bit for bit."""
+    """Both directories hold the same files with the same content; weights by value and dtype, bit
+    for bit.
+    """
     card = {"README.md"}  # of the run; peft writes one of its own
     names = {path.name for path in left.iterdir()} - card
     assert {path.name for path in exported.iterdir() if path.is_file()} - card == names
@@ -58,7 +83,11 @@ def runs(tmp_path_factory):
     def make(folder):
         orders = {"save_every": 1, "keep": 9}
         whole = [(name, str(folder / name), orders) for name in KINDS]
-        short = [(name, str(folder / f"{name}-short"), {"steps": 2}) for name in KINDS if "ppo" not in name]
+        short = [
+            (name, str(folder / f"{name}-short"), {"steps": 2})
+            for name in KINDS
+            if "ppo" not in name
+        ]
         for status, printed in run_forked(2, "sharded", str(start), 2, whole + short):
             assert status == 0, printed[-3000:]
 
@@ -75,7 +104,9 @@ def test_shards_of_two_ranks_become_the_model_that_the_run_left(runs, tmp_path, 
     if "adapters" in name:
         assert_same_files(out / "adapter", run / "adapter")
     if name == "ppo":
-        head, left = (load_file(where / "value_head.safetensors") for where in (out / "values", run))
+        head, left = (
+            load_file(where / "value_head.safetensors") for where in (out / "values", run)
+        )
         assert head.keys() == left.keys() and all(head[key].equal(left[key]) for key in left)
         assert head["weight"].abs().sum() > 0
     if name == "ppo_critic":
@@ -125,7 +156,9 @@ def test_what_cannot_be_exported_is_refused_with_the_steps_there_are(settings, t
     assert f"{run}: no run, as it has no readable config.yaml" in refusal(run)
     open_sft(SFT(**{**settings, "keep_best": None})).train()
     assert "there is no checkpoint of step 7; there are 1, 2, 3" in refusal(run, "--step", 7)
-    assert "no checkpoint is the best, as the run had no keep_best; there are 1, 2, 3" in refusal(run, "--best")
+    assert "no checkpoint is the best, as the run had no keep_best; there are 1, 2, 3" in refusal(
+        run, "--best"
+    )
     assert f"{run / 'model'} holds something already" in refusal(run, run / "model")
     shard = run / "checkpoints/step-00000003/shard-0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
@@ -141,14 +174,18 @@ def test_a_model_given_as_an_object_is_asked_for_by_name(settings, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(settings["model"])
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     open_sft(SFT(**{**settings, "model": model, "tokenizer": tokenizer})).train()
-    with pytest.raises(ValueError, match=r"model: the run was given it as an object .*give --model"):
+    with pytest.raises(
+        ValueError, match=r"model: the run was given it as an object .*give --model"
+    ):
         export(tmp_path / "run", tmp_path / "out")
     start = settings["model"]
     _, out = export(tmp_path / "run", tmp_path / "out", places={"model": start, "tokenizer": start})
     assert_same_files(out, tmp_path / "run/model")
 
 
-def test_a_checkpoint_of_an_earlier_version_ends_as_the_model_of_its_run(settings, tmp_path, monkeypatch):
+def test_a_checkpoint_of_an_earlier_version_ends_as_the_model_of_its_run(
+    settings, tmp_path, monkeypatch
+):
     from burnish.loops.runs import checkpoint
 
     dump = checkpoint.dump

@@ -1,4 +1,6 @@
-"""Launch lines of accelerate, torchrun and deepspeed: what they start is started sharded as they say, or refused."""
+"""Launch lines of accelerate, torchrun and deepspeed: what they start is started sharded as they
+say, or refused.
+"""
 
 import importlib.util
 import json
@@ -21,7 +23,9 @@ SHIPPED = Path(TRL.submodule_search_locations[0], "accelerate_configs") if TRL e
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """No ranks were started, no file of accelerate's is on this machine, and none lies in this directory."""
+    """No ranks were started, no file of accelerate's is on this machine, and none lies in this
+    directory.
+    """
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
@@ -36,7 +40,9 @@ def translated(command):
 
 
 def accounted(out):
-    return {name for each in (*out.sources.values(), *out.ignored.values()) for name in each} | set(out.refused)
+    return {name for each in (*out.sources.values(), *out.ignored.values()) for name in each} | set(
+        out.refused
+    )
 
 
 def flags_of_accelerate():
@@ -45,7 +51,9 @@ def flags_of_accelerate():
     for action in launch_command_parser()._actions:
         long = [each for each in action.option_strings if each.startswith("--")]
         if long and long[0] != "--help":
-            value = [] if action.nargs == 0 else [str(action.choices[-1]) if action.choices else "2"]
+            value = (
+                [] if action.nargs == 0 else [str(action.choices[-1]) if action.choices else "2"]
+            )
             yield long[0], value
 
 
@@ -54,14 +62,22 @@ FLAGS = dict(flags_of_accelerate())
 
 def test_the_flags_are_those_of_accelerate():
     assert len(FLAGS) > 120
-    assert {"--config_file", "--use_fsdp", "--zero_stage", "--mixed_precision", "--num_machines"} <= FLAGS.keys()
+    assert {
+        "--config_file",
+        "--use_fsdp",
+        "--zero_stage",
+        "--mixed_precision",
+        "--num_machines",
+    } <= FLAGS.keys()
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_every_flag_of_accelerate_launch_is_translated_told_or_refused(flag):
     given = [flag, *FLAGS[flag]]
     for spelled in (given, [flag.replace("_", "-"), *FLAGS[flag]]):
-        _, out, _ = translated(shlex.join(["accelerate", "launch", *spelled, "a/dpo.py", "--max_steps", "3"]))
+        _, out, _ = translated(
+            shlex.join(["accelerate", "launch", *spelled, "a/dpo.py", "--max_steps", "3"])
+        )
         name = flag.removeprefix("--")
         assert names()["renamed"].get(name, name) in accounted(out)
         assert not [why for why in out.refused.values() if "no field" in why]
@@ -71,11 +87,15 @@ def test_every_flag_of_torchrun_is_translated_told_or_refused():
     from torch.distributed.run import get_args_parser
 
     for action in get_args_parser()._actions:
-        for flag in (each for each in action.option_strings if each.startswith("--") and "-" not in each[2:]):
+        for flag in (
+            each for each in action.option_strings if each.startswith("--") and "-" not in each[2:]
+        ):
             if flag == "--help":
                 continue
             value = [] if action.nargs == 0 else ["2"]
-            _, out, _ = translated(shlex.join(["torchrun", flag, *value, "dpo.py", "--max_steps", "3"]))
+            _, out, _ = translated(
+                shlex.join(["torchrun", flag, *value, "dpo.py", "--max_steps", "3"])
+            )
             name = names()["renamed"].get(flag.removeprefix("--"), flag.removeprefix("--"))
             assert {name, "num_processes"} & accounted(out), flag
 
@@ -88,7 +108,15 @@ def test_every_key_of_a_file_of_accelerate_is_in_the_table():
 
 
 # The files that TRL ships, with what each of them is to make of 4 ranks on one machine.
-PRESETS = {"zero1": 4, "zero2": 4, "zero3": 4, "fsdp1": 4, "fsdp2": 4, "multi_gpu": None, "single_gpu": None}
+PRESETS = {
+    "zero1": 4,
+    "zero2": 4,
+    "zero3": 4,
+    "fsdp1": 4,
+    "fsdp2": 4,
+    "multi_gpu": None,
+    "single_gpu": None,
+}
 
 
 @pytest.mark.skipif(not SHIPPED.is_dir(), reason="needs TRL")
@@ -113,7 +141,9 @@ def test_a_preset_of_trl_shards_as_it_says(preset, by):
     assert ours.get("parallel", {}).get("dp_shard_size") == PRESETS[preset]
     assert ours["batch_size"] == 8
     assert ours["dtype"] == "bfloat16"
-    assert by != "path that is not here" or any("it is read by its name" in note for note in out.notes)
+    assert by != "path that is not here" or any(
+        "it is read by its name" in note for note in out.notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +152,9 @@ def test_a_preset_of_trl_shards_as_it_says(preset, by):
      ("fsdp.yaml", 8), ("ds-zero2-config.yaml", 8), ("deepspeed_zero_stage_1.yaml", 8)],
 )  # fmt: skip
 def test_a_file_of_the_handbooks_is_read_by_its_name(file, shards):
-    ours, out, _ = translated(f"accelerate launch --config_file={file} --num_processes=8 scripts/sft.py --max_steps 3")
+    ours, out, _ = translated(
+        f"accelerate launch --config_file={file} --num_processes=8 scripts/sft.py --max_steps 3"
+    )
     assert out.refused == {}
     assert ours.get("parallel", {}).get("dp_shard_size") == shards
 
@@ -181,7 +213,9 @@ def test_flags_of_a_launcher_shard_as_they_say(launcher, expected):
 )  # fmt: skip
 def test_what_a_launch_line_asks_for_in_vain_is_refused_in_a_sentence(command, name, why, capsys):
     assert main(["translate", *shlex.split(command), "--beta", "0.2"]) == 1
-    refused = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# refused: ")]
+    refused = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("# refused: ")
+    ]
     assert any(name in line and why in line for line in refused), refused
 
 
@@ -216,7 +250,8 @@ def test_keys_of_trl_shard_over_the_ranks_that_were_started(keys, expected, tmp_
     assert out.refused == {}
     assert ours == expected
     monkeypatch.delenv("WORLD_SIZE")
-    assert "parallel" not in read("dpo", settings_of("dpo"), ["--config", "trl.yaml"])[0]  # over one rank
+    # over one rank
+    assert "parallel" not in read("dpo", settings_of("dpo"), ["--config", "trl.yaml"])[0]
 
 
 @pytest.mark.parametrize(
@@ -224,11 +259,26 @@ def test_keys_of_trl_shard_over_the_ranks_that_were_started(keys, expected, tmp_
     [
         ({"fsdp": "full_shard offload"}, "fsdp_offload_params: parameters stay on the GPU"),
         ({"fsdp": "full_shards"}, "fsdp: 'full_shards' is none of full_shard"),
-        ({"fsdp": True, "fsdp_config": {"xla": True}}, "fsdp_xla: there are GPUs and CPUs here, no TPUs"),
-        ({"deepspeed": "nowhere.json"}, "deepspeed: there is no nowhere.json here, and its name says no stage"),
-        ({"deepspeed": {"sparse_attention": {}}}, "deepspeed: sparse_attention has no equivalent here"),
-        ({"deepspeed": {"optimizer": {"type": "AdamW"}}}, "deepspeed: its optimizer is DeepSpeed's own"),
-        ({"deepspeed": {"fp16": {"enabled": True}}}, "mixed_precision: there is no float16 with loss scaling"),
+        (
+            {"fsdp": True, "fsdp_config": {"xla": True}},
+            "fsdp_xla: there are GPUs and CPUs here, no TPUs",
+        ),
+        (
+            {"deepspeed": "nowhere.json"},
+            "deepspeed: there is no nowhere.json here, and its name says no stage",
+        ),
+        (
+            {"deepspeed": {"sparse_attention": {}}},
+            "deepspeed: sparse_attention has no equivalent here",
+        ),
+        (
+            {"deepspeed": {"optimizer": {"type": "AdamW"}}},
+            "deepspeed: its optimizer is DeepSpeed's own",
+        ),
+        (
+            {"deepspeed": {"fp16": {"enabled": True}}},
+            "mixed_precision: there is no float16 with loss scaling",
+        ),
     ],
 )
 def test_keys_of_trl_that_ask_in_vain_are_refused(keys, why, tmp_path):
@@ -277,7 +327,10 @@ def test_words_before_a_launcher_and_ranks_that_nobody_counts_are_told(capsys):
     assert main(["translate", "srun", "accelerate", "launch", "dpo.py", "--max_steps", "3"]) == 0
     printed = capsys.readouterr().out
     assert "# left out, as no launcher that burnish knows: srun" in printed
-    assert "# accelerate launch starts a process for each GPU of the machine; add --num_processes" in printed
+    assert (
+        "# accelerate launch starts a process for each GPU of the machine; add --num_processes"
+        in printed
+    )
 
 
 def test_the_file_that_accelerate_config_left_is_read(tmp_path):
@@ -289,7 +342,8 @@ def test_the_file_that_accelerate_config_left_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("[1, 2", "can't be read"), ("text", "no keys and values"), ("odd: 1", "no key")]
+    ("text", "why"),
+    [("[1, 2", "can't be read"), ("text", "no keys and values"), ("odd: 1", "no key")],
 )
 def test_a_file_that_is_none_of_accelerate_is_refused(text, why, tmp_path):
     (tmp_path / "a.yaml").write_text(text)
@@ -299,15 +353,22 @@ def test_a_file_that_is_none_of_accelerate_is_refused(text, why, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_shard_the_model_as_the_printed_line_and_file_say(tmp_path, capsys):
-    data = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)])
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
+    )
     trl = f"--model_name_or_path {save_model(tmp_path / 'start')} --data {data} --output_dir run --max_steps 2"
     launch = "accelerate launch --config_file zero3.yaml --cpu --num_processes 2"
-    assert main(["translate", *shlex.split(f"{launch} sft.py {trl} --per_device_train_batch_size 2")]) == 0
+    assert (
+        main(["translate", *shlex.split(f"{launch} sft.py {trl} --per_device_train_batch_size 2")])
+        == 0
+    )
     printed = capsys.readouterr().out
     (tmp_path / "ours.yaml").write_text(printed)
     assert yaml.safe_load(printed)["parallel"] == {"dp_shard_size": 2}
     line = printed.splitlines()[0].removeprefix("# ").replace(" with this file", " ours.yaml")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_PORT": "0"}
-    done = subprocess.run(line, shell=True, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        line, shell=True, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr
     assert "2 ranks: one copy of the model, sharded over 2" in done.stdout

@@ -21,7 +21,13 @@ TOKENS = torch.arange(3, 40)[None]
 def save_adapter(directory, base, *, dtype=torch.float32, **fields):
     """An adapter all of whose weights are random, made by peft alone."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-    fields = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **fields}
+    fields = {
+        "r": 4,
+        "lora_alpha": 16,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+        **fields,
+    }
     adapted = get_peft_model(model, LoraConfig(**fields))
     torch.manual_seed(1)
     with torch.no_grad():
@@ -34,7 +40,12 @@ def save_adapter(directory, base, *, dtype=torch.float32, **fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"use_dora": True}, {"use_rslora": True}, {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}],
+    [
+        {},
+        {"use_dora": True},
+        {"use_rslora": True},
+        {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
+    ],
     ids=["plain", "dora", "rslora", "whole_module"],
 )
 def test_the_merged_model_computes_what_peft_computes(tmp_path, capsys, fields):
@@ -57,22 +68,39 @@ def test_bfloat16_weights_are_merged_in_float32_and_rounded_once(tmp_path):
     base = save_model(tmp_path / "base", dtype=torch.bfloat16)
     adapter = save_adapter(tmp_path / "adapter", base, dtype=torch.bfloat16)
     merge(adapter, tmp_path / "out")
-    merged, before = load_file(tmp_path / "out/model.safetensors"), load_file(base / "model.safetensors")
+    merged, before = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(base / "model.safetensors"),
+    )
     factors = load_file(adapter / "adapter_model.safetensors")
     name = "model.layers.0.self_attn.q_proj"
     a, b = (factors[f"base_model.model.{name}.lora_{kind}.weight"].float() for kind in "AB")
-    assert merged[f"{name}.weight"].equal((before[f"{name}.weight"].float() + 4 * (b @ a)).bfloat16())
+    assert merged[f"{name}.weight"].equal(
+        (before[f"{name}.weight"].float() + 4 * (b @ a)).bfloat16()
+    )
     assert all(weight.dtype == torch.bfloat16 for weight in merged.values())
     assert merged["model.norm.weight"].equal(before["model.norm.weight"])
 
 
 def test_the_adapter_of_a_run_merges_into_the_model_of_the_run(tmp_path):
-    data = write_rows(tmp_path / "messages.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)])
+    data = write_rows(
+        tmp_path / "messages.jsonl",
+        [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)],
+    )
     base = save_model(tmp_path / "base", eos="<|start|>")
-    fields = {"model": str(base), "data": str(data), "output": str(tmp_path / "run"), "steps": 2, "batch_size": 4}
+    fields = {
+        "model": str(base),
+        "data": str(data),
+        "output": str(tmp_path / "run"),
+        "steps": 2,
+        "batch_size": 4,
+    }
     open_sft(SFT(**fields, learning_rate=1e-2, lora=Lora(r=4))).train()
     merge(tmp_path / "run/adapter", tmp_path / "out")
-    ours, theirs = (load_file(where / "model.safetensors") for where in (tmp_path / "out", tmp_path / "run/model"))
+    ours, theirs = (
+        load_file(where / "model.safetensors")
+        for where in (tmp_path / "out", tmp_path / "run/model")
+    )
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
     ends = [
         json.loads((tmp_path / each / "generation_config.json").read_text())["eos_token_id"]
@@ -84,10 +112,19 @@ def test_the_adapter_of_a_run_merges_into_the_model_of_the_run(tmp_path):
 def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path):
     data = write_rows(tmp_path / "pairs.jsonl", sums(8))
     base = save_model(tmp_path / "base", pad_token_id=None)
-    fields = {"model": str(base), "data": str(data), "output": str(tmp_path / "run"), "steps": 2, "batch_size": 4}
+    fields = {
+        "model": str(base),
+        "data": str(data),
+        "output": str(tmp_path / "run"),
+        "steps": 2,
+        "batch_size": 4,
+    }
     open_reward(Reward(**fields, learning_rate=1e-2, lora=Lora(r=4))).train()
     merge(tmp_path / "run/adapter", tmp_path / "out")
-    ours, theirs = (load_file(where / "model.safetensors") for where in (tmp_path / "out", tmp_path / "run/model"))
+    ours, theirs = (
+        load_file(where / "model.safetensors")
+        for where in (tmp_path / "out", tmp_path / "run/model")
+    )
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
     assert json.loads((tmp_path / "out/config.json").read_text())["pad_token_id"] is not None
 
@@ -110,7 +147,9 @@ def test_what_cannot_be_merged_is_refused(tmp_path, capsys):
     weights.popitem()
     save_file(weights, adapter / "adapter_model.safetensors")
     assert "is in the model with its adapter alone" in refusal(adapter)
-    with_ia3 = get_peft_model(AutoModelForCausalLM.from_pretrained(base), IA3Config(task_type="CAUSAL_LM"))
+    with_ia3 = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), IA3Config(task_type="CAUSAL_LM")
+    )
     with_ia3.save_pretrained(tmp_path / "ia3")
     assert "wanted an adapter of LoRA, got one of IA3" in refusal(tmp_path / "ia3")
     (tmp_path / "out").mkdir(exist_ok=True)

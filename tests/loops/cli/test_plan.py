@@ -1,4 +1,6 @@
-"""`burnish plan`: the memory of a run is known without a weight, and nothing of it is left behind."""
+"""`burnish plan`: the memory of a run is known without a weight, and nothing of it is left
+behind.
+"""
 
 import dataclasses
 import os
@@ -20,9 +22,14 @@ PAIRS = sums(24)
 ROWS = {
     "pairs": PAIRS,
     "texts": [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS],
-    "prompts": [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in PAIRS],
+    "prompts": [
+        {"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in PAIRS
+    ],
     "long": [{"prompt": "1+1=" * 25, "completion": "2" * 380}] * 4,
-    "marked": [{"prompt": p["prompt"], "completion": p["chosen"], "label": i % 2 == 0} for i, p in enumerate(PAIRS)],
+    "marked": [
+        {"prompt": p["prompt"], "completion": p["chosen"], "label": i % 2 == 0}
+        for i, p in enumerate(PAIRS)
+    ],
 }
 ONLINE = {
     "rewards": {"varied": {"function": "burnish.benchmarks.experiments.memory:varied"}},
@@ -33,7 +40,11 @@ ONLINE = {
 BFLOAT16 = {"dtype": "bfloat16"}
 RUNS = {
     "sft": ("sft", "texts", {"micro_tokens": 150}),
-    "sft, bfloat16 weights": ("sft", "texts", {**BFLOAT16, "weights_dtype": "bfloat16", "optimizer": "adamw_8bit"}),
+    "sft, bfloat16 weights": (
+        "sft",
+        "texts",
+        {**BFLOAT16, "weights_dtype": "bfloat16", "optimizer": "adamw_8bit"},
+    ),
     "dpo": ("dpo", "pairs", {}),
     "grpo": ("grpo", "prompts", {**ONLINE, "group_size": 4, "beta": 0.1}),
 }
@@ -46,10 +57,18 @@ MORE = {
     "sft, nested QLoRA": (
         "sft",
         "texts",
-        {"lora": {"r": 8}, "quantize": "4bit", "quantize_kwargs": {"bnb_4bit_use_double_quant": True}},
+        {
+            "lora": {"r": 8},
+            "quantize": "4bit",
+            "quantize_kwargs": {"bnb_4bit_use_double_quant": True},
+        },
     ),
     "online_dpo, ahead": ("online_dpo", "prompts", {**ONLINE, "group_size": 2, "max_staleness": 1}),
-    "ppo, LoRA": ("ppo", "prompts", {**ONLINE, "group_size": 2, "minibatches": 3, "lora": {"r": 8}}),
+    "ppo, LoRA": (
+        "ppo",
+        "prompts",
+        {**ONLINE, "group_size": 2, "minibatches": 3, "lora": {"r": 8}},
+    ),
 }
 SHARDED = {
     "sft, long": ("sft", "long", {"batch_size": 1}),
@@ -63,9 +82,16 @@ SHARDED = {
 def model(tmp_path_factory):
     """Large enough for its tensors to outweigh those of the data."""
     directory = save_model(tmp_path_factory.mktemp("model"))
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     ends = {"bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 512}
-    LlamaForCausalLM(LlamaConfig(vocab_size=258, num_key_value_heads=2, **shape, **ends)).save_pretrained(directory)
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=258, num_key_value_heads=2, **shape, **ends)
+    ).save_pretrained(directory)
     return directory
 
 
@@ -75,7 +101,12 @@ def values(model, tmp_path):
 
     def values(kind, **values):
         data = write_rows(tmp_path / "data.jsonl", ROWS[kind])
-        where = {"model": str(model), "data": str(data), "output": str(tmp_path / "run"), "steps": 2}
+        where = {
+            "model": str(model),
+            "data": str(data),
+            "output": str(tmp_path / "run"),
+            "steps": 2,
+        }
         return {**where, **values}
 
     return values
@@ -83,7 +114,9 @@ def values(model, tmp_path):
 
 @pytest.fixture
 def settings(values):
-    """``settings(recipe, kind of rows, **values)`` returns the function that opens a recipe and its configuration."""
+    """``settings(recipe, kind of rows, **values)`` returns the function that opens a recipe and its
+    configuration.
+    """
     return lambda recipe, kind, **fields: configured(recipe, values(kind, **fields))
 
 
@@ -93,7 +126,11 @@ def flags(settings):
 
     def flags(recipe, kind):
         _, config = settings(recipe, kind, **(ONLINE if kind == "prompts" else {}))
-        return [word for name in ("model", "data", "output") for word in (f"--{name}", getattr(config, name))]
+        return [
+            word
+            for name in ("model", "data", "output")
+            for word in (f"--{name}", getattr(config, name))
+        ]
 
     return flags
 
@@ -106,7 +143,9 @@ def within_15_percent(recipe, kind, fields, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", MORE)
-def test_the_predicted_peak_of_every_recipe_is_within_15_percent_of_what_the_allocator_counts(run, settings):
+def test_the_predicted_peak_of_every_recipe_is_within_15_percent_of_what_the_allocator_counts(
+    run, settings
+):
     assert within_15_percent(*MORE[run], settings)
 
 
@@ -124,7 +163,9 @@ def test_the_predicted_peak_is_within_15_percent_of_what_the_allocator_counts(ru
         *(("dpo, bfloat16, recomputed", setting) for setting in ("dp_shard_size", "cp_size")),
     ],
 )
-def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(run, setting, values):
+def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(
+    run, setting, values
+):
     recipe, kind, fields = SHARDED[run]
     fields = values(kind, **fields, parallel={setting: 2})
     predicted = rehearse(*configured(recipe, fields)).total
@@ -138,7 +179,11 @@ def test_a_plan_reads_no_weights_and_leaves_nothing_behind(settings, model, tmp_
     weights = model / "model.safetensors"
     held = weights.read_bytes()
     function, config = settings("grpo", "prompts", **ONLINE, group_size=4, beta=0.1)
-    before, load, apply = sorted(tmp_path.rglob("*")), PreTrainedModel.from_pretrained.__func__, torch.nn.Module._apply
+    before, load, apply = (
+        sorted(tmp_path.rglob("*")),
+        PreTrainedModel.from_pretrained.__func__,
+        torch.nn.Module._apply,
+    )
     environment = dict(os.environ)
     weights.write_bytes(b"")
     try:
@@ -158,9 +203,13 @@ def test_memory_is_what_the_settings_make_it(settings):
     assert whole.memory["reference"] == pytest.approx(weights, rel=0.01)
     assert whole.memory["optimizer"] == pytest.approx(2 * weights, rel=0.01)
     offloaded = settings("dpo", "pairs", offload_optimizer=True)
-    assert rehearse(*offloaded, *gpus_of("80GB")).memory["optimizer"] == 0  # nothing of it is on the GPU
+    # nothing of it is on the GPU
+    assert rehearse(*offloaded, *gpus_of("80GB")).memory["optimizer"] == 0
     assert rehearse(*offloaded).memory == whole.memory
-    assert rehearse(*settings("dpo", "pairs", reference="precompute")).memory["reference"] < 0.01 * weights
+    assert (
+        rehearse(*settings("dpo", "pairs", reference="precompute")).memory["reference"]
+        < 0.01 * weights
+    )
     adapters = rehearse(*settings("dpo", "pairs", lora={"r": 4}))
     assert adapters.memory["weights, frozen"] == pytest.approx(weights, rel=0.01)
     assert adapters.memory["optimizer"] == pytest.approx(8 * adapters.trained, rel=0.01)
@@ -169,7 +218,13 @@ def test_memory_is_what_the_settings_make_it(settings):
 
 @pytest.mark.slow
 def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_a_gpu(settings):
-    fields = {**BFLOAT16, "lora": {"r": 8}, "quantize": "4bit", "gradient_checkpointing": True, "micro_tokens": 100}
+    fields = {
+        **BFLOAT16,
+        "lora": {"r": 8},
+        "quantize": "4bit",
+        "gradient_checkpointing": True,
+        "micro_tokens": 100,
+    }
     run = settings("sft", "texts", **fields)
     on_cpu, on_gpu, unsaved = (
         rehearse(*run),
@@ -183,10 +238,17 @@ def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_
 
 
 @pytest.mark.slow
-def test_shards_divide_what_a_rank_keeps_and_layers_are_gathered_in_the_precision_of_the_computation(settings):
-    """Eight ranks, of which each has an eighth; in bfloat16 what is trained and kept stays in float32."""
+def test_shards_divide_what_a_rank_keeps_and_layers_are_gathered_in_the_precision_of_the_computation(
+    settings,
+):
+    """Eight ranks, of which each has an eighth; in bfloat16 what is trained and kept stays in
+    float32.
+    """
     fields = {"parallel": {"dp_shard_size": 8}}
-    float32, bfloat16 = (rehearse(*settings("dpo", "pairs", **fields, **x), *gpus_of("8x80GB")) for x in ({}, BFLOAT16))
+    float32, bfloat16 = (
+        rehearse(*settings("dpo", "pairs", **fields, **x), *gpus_of("8x80GB"))
+        for x in ({}, BFLOAT16)
+    )
     kept = 4 * float32.parameters / 8
     for label, size in {"weights, trained": kept, "reference": kept, "optimizer": 2 * kept}.items():
         assert float32.memory[label] == pytest.approx(size, rel=0.02)
@@ -197,12 +259,16 @@ def test_shards_divide_what_a_rank_keeps_and_layers_are_gathered_in_the_precisio
 
 
 @pytest.mark.slow
-def test_two_ranks_that_split_a_long_row_by_columns_hold_half_of_its_activations(values, model, tmp_path):
-    deeper = shutil.copytree(model, tmp_path / "deeper")  # the layers, which are halved, outweigh the logits
+def test_two_ranks_that_split_a_long_row_by_columns_hold_half_of_its_activations(
+    values, model, tmp_path
+):
+    # the layers, which are halved, outweigh the logits
+    deeper = shutil.copytree(model, tmp_path / "deeper")
     LlamaConfig.from_pretrained(model, num_hidden_layers=3).save_pretrained(deeper)
     fields = values("long", batch_size=1, micro_tokens=None, model=str(deeper))
     alone, halves = (
-        rehearse(*configured("sft", {**fields, "parallel": {name: 2}})) for name in ("dp_shard_size", "cp_size")
+        rehearse(*configured("sft", {**fields, "parallel": {name: 2}}))
+        for name in ("dp_shard_size", "cp_size")
     )
     assert halves.tokens == alone.tokens and halves.largest == alone.largest > 450
     assert 0.5 < halves.memory["activations"] / alone.memory["activations"] < 0.6
@@ -211,7 +277,10 @@ def test_two_ranks_that_split_a_long_row_by_columns_hold_half_of_its_activations
 @pytest.mark.slow
 def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
     function, config = settings("sft", "texts", batch_size=24, micro_tokens=200)
-    one, four = rehearse(function, config, *gpus_of("1x80GB")), rehearse(function, config, *gpus_of("4x80GB"))
+    one, four = (
+        rehearse(function, config, *gpus_of("1x80GB")),
+        rehearse(function, config, *gpus_of("4x80GB")),
+    )
     assert four.ranks == 4 and four.tokens == one.tokens
     assert four.micro_batches < one.micro_batches
     assert four.memory["DDP buckets"] == 4 * four.trained and "DDP buckets" not in one.memory
@@ -219,7 +288,13 @@ def test_ranks_share_a_step_and_each_has_buckets_for_the_gradient(settings):
 
 @pytest.mark.slow
 def test_sampling_counts_keys_and_values_of_all_that_are_read_together(settings):
-    fields = {**ONLINE, "prompts_per_rollout": 40, "max_tokens": 300, "group_size": 4, "lora": {"r": 1}}
+    fields = {
+        **ONLINE,
+        "prompts_per_rollout": 40,
+        "max_tokens": 300,
+        "group_size": 4,
+        "lora": {"r": 1},
+    }
     few, many = (
         rehearse(*settings("grpo", "prompts", **fields, micro_tokens=400, cache_bytes=size))
         for size in (10_000_000, 100_000_000)
@@ -233,14 +308,33 @@ def test_a_run_that_does_not_fit_is_told_what_would_make_it_smaller(flags, capsy
     assert main(["plan", "dpo", *flags("dpo", "pairs"), "--gpus", "2x1.02GB"]) == 1
     printed = capsys.readouterr().out
     assert "NOT FIT" in printed and "on 2 ranks" in printed
-    saved = {line.split()[0]: float(line.split()[2]) for line in printed.splitlines() if line.startswith("  --")}
-    assert {"--dtype", "--gradient_checkpointing", "--parallel.dp_shard_size", "--reference", "--lora.r"} <= set(saved)
+    saved = {
+        line.split()[0]: float(line.split()[2])
+        for line in printed.splitlines()
+        if line.startswith("  --")
+    }
+    assert {
+        "--dtype",
+        "--gradient_checkpointing",
+        "--parallel.dp_shard_size",
+        "--reference",
+        "--lora.r",
+    } <= set(saved)
     assert saved["--lora.r"] > saved["--reference"] > 0 and saved["--parallel.dp_shard_size"] > 0
 
 
 def test_alternatives_are_settings_of_the_recipe_that_are_not_set_already(settings):
-    fields = {"lora": {"r": 8}, "gradient_checkpointing": True, "micro_tokens": 512, "quantize": "4bit", **BFLOAT16}
-    assert list(alternatives(settings("sft", "texts", **fields, parallel={"dp_shard_size": 8})[1], 8)) == []
+    fields = {
+        "lora": {"r": 8},
+        "gradient_checkpointing": True,
+        "micro_tokens": 512,
+        "quantize": "4bit",
+        **BFLOAT16,
+    }
+    assert (
+        list(alternatives(settings("sft", "texts", **fields, parallel={"dp_shard_size": 8})[1], 8))
+        == []
+    )
     _, config = settings("sft", "texts")
     assert all(changed != config for _, changed in alternatives(config, 8))
     assert "reference precompute" not in dict(alternatives(config, 8))
@@ -249,7 +343,19 @@ def test_alternatives_are_settings_of_the_recipe_that_are_not_set_already(settin
 
 @pytest.mark.parametrize("words", [["plan", "grpo"], slow(["grpo", "--dry_run", "--gpus", "80GB"])])
 def test_a_dry_run_ends_with_the_account_and_no_directory(words, flags, tmp_path, capsys):
-    assert main([*words, *flags("grpo", "prompts"), "--rewards", "{exact_match: 1.0}", "--max_tokens", "8"]) == 0
+    assert (
+        main(
+            [
+                *words,
+                *flags("grpo", "prompts"),
+                "--rewards",
+                "{exact_match: 1.0}",
+                "--max_tokens",
+                "8",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "24 rows read, 24 kept" in printed and "total" in printed
     assert not (tmp_path / "run").exists()
@@ -260,9 +366,25 @@ def test_a_dry_run_ends_with_the_account_and_no_directory(words, flags, tmp_path
     ("more", "message"),
     [
         (["--rewards", "{exact_mach: 1.0}"], "exact_match"),
-        (["--rewards", "{exact_match: 1.0}", "--max_tokens", "600"], "do not fit the model's context of 512"),
-        (["--rewards", "{exact_match: 1.0}", "--gpus", "many"], "wanted number and memory, such as 8x80GB"),
-        (["--rewards", "{exact_match: 1.0}", "--gpus", "3x80GB", "--parallel.dp_shard_size", "2"], "must divide"),
+        (
+            ["--rewards", "{exact_match: 1.0}", "--max_tokens", "600"],
+            "do not fit the model's context of 512",
+        ),
+        (
+            ["--rewards", "{exact_match: 1.0}", "--gpus", "many"],
+            "wanted number and memory, such as 8x80GB",
+        ),
+        (
+            [
+                "--rewards",
+                "{exact_match: 1.0}",
+                "--gpus",
+                "3x80GB",
+                "--parallel.dp_shard_size",
+                "2",
+            ],
+            "must divide",
+        ),
         (["--rewards", "{exact_match: 1.0}", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
@@ -296,7 +418,9 @@ def test_a_simulation_counts_what_lives_and_forgets_what_is_freed():
 
 @pytest.mark.parametrize(("gpu", "tensors"), [(True, 0), (False, 5)])
 def test_an_8_bit_update_computes_tensors_in_float32_on_a_cpu_alone(gpu, tensors):
-    optimizers = pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed").optim
+    optimizers = pytest.importorskip(
+        "bitsandbytes", reason="the extra 'quant' is not installed"
+    ).optim
     with simulate(gpu=gpu) as simulation:
         weight = torch.nn.Parameter(torch.empty(1000, 1000))
         optimizer = optimizers.AdamW8bit([weight])
@@ -305,7 +429,9 @@ def test_an_8_bit_update_computes_tensors_in_float32_on_a_cpu_alone(gpu, tensors
         live = simulation.live.total()
         simulation.peak.clear()
         optimizer.step()
-        assert simulation.peak.total() == pytest.approx(live + tensors * 4_000_000 if tensors else 0, rel=0.01)
+        assert simulation.peak.total() == pytest.approx(
+            live + tensors * 4_000_000 if tensors else 0, rel=0.01
+        )
 
 
 def test_values_that_decide_are_ordinary_and_masks_of_the_data_cut():
@@ -318,4 +444,6 @@ def test_values_that_decide_are_ordinary_and_masks_of_the_data_cut():
 
 
 def test_planning_is_part_of_no_configuration(settings):
-    assert "dry_run" not in {field.name for field in dataclasses.fields(settings("sft", "texts")[1])}
+    assert "dry_run" not in {
+        field.name for field in dataclasses.fields(settings("sft", "texts")[1])
+    }

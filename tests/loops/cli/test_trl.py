@@ -24,15 +24,23 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def burnish(tmp_path, capsys, monkeypatch):
-    """``burnish(recipe, configuration, *flags)`` returns (status, standard output, standard error)."""
+    """``burnish(recipe, configuration, *flags)`` returns (status, standard output, standard
+    error).
+    """
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.chdir(tmp_path)
 
     def burnish(command, configuration, *flags):
         file = tmp_path / "trl.yaml"
-        file.write_text(configuration if isinstance(configuration, str) else json.dumps(configuration))
+        file.write_text(
+            configuration if isinstance(configuration, str) else json.dumps(configuration)
+        )
         words = command.split()
-        named = [] if configuration is None else ([str(file)] if words[0] == "translate" else ["--config", str(file)])
+        named = (
+            []
+            if configuration is None
+            else ([str(file)] if words[0] == "translate" else ["--config", str(file)])
+        )
         try:
             status = main([*words, *named, *flags])
         except SystemExit as stopped:
@@ -44,7 +52,9 @@ def burnish(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def trained(burnish, model, tmp_path, caplog):
-    """Train two steps by a real configuration; returns the configuration in our fields and what was logged."""
+    """Train two steps by a real configuration; returns the configuration in our fields and what was
+    logged.
+    """
 
     def trained(name, rows, *flags):
         (tmp_path / "template.jinja").write_text(CHATML)
@@ -53,13 +63,23 @@ def trained(burnish, model, tmp_path, caplog):
             "output_dir": tmp_path / "run",
             "chat_template": tmp_path / "template.jinja",
         }
-        mine |= {"data": write_rows(tmp_path / "data.jsonl", rows), "max_steps": 2, "report_to": "none"}
-        mine |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "attn_implementation": "sdpa"}
+        mine |= {
+            "data": write_rows(tmp_path / "data.jsonl", rows),
+            "max_steps": 2,
+            "report_to": "none",
+        }
+        mine |= {
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "attn_implementation": "sdpa",
+        }
         words = [str(word) for name, value in mine.items() for word in (f"--{name}", value)]
         uploaded = ["--push_to_hub", "false"] if RECIPES[name].get("push_to_hub") else []
         status, out, err = burnish(name.split("/")[-2], RECIPES[name], *words, *uploaded, *flags)
         assert status == 0, out + err
-        lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+        ]
         assert lines[-1]["step"] == 2
         return yaml.safe_load((tmp_path / "run/config.yaml").read_text()), caplog.text
 
@@ -70,11 +90,32 @@ def test_a_file_of_trl_trains_a_model_on_messages(trained):
     config, logged = trained(
         "OpenR1-Distill-7B/sft/config_distill",
         MESSAGES,
-        *("--schedule", "cosine", "--lr_scheduler_kwargs", "null", "--eos_token", "null", "--dtype", "float32"),
+        *(
+            "--schedule",
+            "cosine",
+            "--lr_scheduler_kwargs",
+            "null",
+            "--eos_token",
+            "null",
+            "--dtype",
+            "float32",
+        ),
         *("--torch_dtype", "null", "--bf16", "false"),
     )
-    expected = {"learning_rate": 4e-5, "max_grad_norm": 0.2, "max_length": 32768, "warmup": 0.03, "seed": 42}
-    expected |= {"schedule": "cosine", "batch_size": 4, "steps": 2, "report_to": "none", "dtype": "float32"}
+    expected = {
+        "learning_rate": 4e-5,
+        "max_grad_norm": 0.2,
+        "max_length": 32768,
+        "warmup": 0.03,
+        "seed": 42,
+    }
+    expected |= {
+        "schedule": "cosine",
+        "batch_size": 4,
+        "steps": 2,
+        "report_to": "none",
+        "dtype": "float32",
+    }
     assert {name: config[name] for name in expected} == expected
     assert "train_on: of messages only the assistants' tokens are trained" in logged
 
@@ -101,18 +142,45 @@ def test_a_file_of_trl_trains_a_policy_by_a_reward_of_trl(trained, tmp_path):
     (tmp_path / "mine_of_trl.py").write_text(
         "def short(completions, solution, **kwargs):\n    return [-float(len(c[0]['content'])) for c in completions]\n"
     )
-    flags = ["--schedule", "cosine", "--lr_scheduler_kwargs", "null", "--dataset_prompt_column", "null"]
-    flags += ["--system_prompt", "null", "--use_vllm", "false", "--reward_funcs", "mine_of_trl.short"]
+    flags = [
+        "--schedule",
+        "cosine",
+        "--lr_scheduler_kwargs",
+        "null",
+        "--dataset_prompt_column",
+        "null",
+    ]
+    flags += [
+        "--system_prompt",
+        "null",
+        "--use_vllm",
+        "false",
+        "--reward_funcs",
+        "mine_of_trl.short",
+    ]
     flags += ["--reward_weights", "0.5", "--num_generations", "2", "--max_completion_length", "4"]
     config, _ = trained("DeepSeek-R1-Distill-Qwen-1.5B/grpo/config_demo", PROMPTS, *flags)
     assert config["rewards"] == {"mine_of_trl:short": 0.5}
     assert (config["group_size"], config["prompts_per_rollout"], config["max_tokens"]) == (2, 2, 4)
-    assert (config["temperature"], config["truncation"], config["source"]) == (0.7, "keep_end", "policy")
+    assert (config["temperature"], config["truncation"], config["source"]) == (
+        0.7,
+        "keep_end",
+        "policy",
+    )
 
 
 # What a file asks for that can't be had: each is refused by its name, with what to do.
-INSTEAD = {"eos_token": "null", "model_revision": "main", "code_language": "null", "code_eval_test_batch_size": "null"}
-INSTEAD |= {"code_eval_scoring_mode": "null", "reward_funcs": "accuracy_reward", "reward_weights": "1.0"}
+INSTEAD = {
+    "eos_token": "null",
+    "model_revision": "main",
+    "code_language": "null",
+    "code_eval_test_batch_size": "null",
+}
+INSTEAD |= {
+    "code_eval_scoring_mode": "null",
+    "reward_funcs": "accuracy_reward",
+    "reward_weights": "1.0",
+}
 # What takes too long, or a GPU, here.
 SMALL = {
     "lora_r": "4",
@@ -128,7 +196,9 @@ SMALL = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_of_the_handbooks_trains(trained, name):
     rows = {"sft": MESSAGES, "grpo": PROMPTS}.get(name.split("/")[-2], PAIRS)
-    flags = [f"--{key}={value}" for key, value in {**INSTEAD, **SMALL}.items() if key in RECIPES[name]]
+    flags = [
+        f"--{key}={value}" for key, value in {**INSTEAD, **SMALL}.items() if key in RECIPES[name]
+    ]
     if "dataset_prompt_column" in RECIPES[name]:
         flags += ["--dataset_prompt_column=null"]
     trained(name, rows, *flags)
@@ -147,7 +217,9 @@ def shown(burnish, recipe, configuration, *flags):
 def test_trls_flags_work_without_a_file(burnish):
     flags = "--model_name_or_path m --dataset_name d --output-dir o --per_device_train_batch_size 3 --bf16 --use_peft"
     flags += " --lora_target_modules q_proj v_proj --loss_type sigmoid sft --loss_weights 1 0.5 --learning_rate 1e-4"
-    config = shown(burnish, "dpo", {}, *flags.split(), "--no_gradient_checkpointing", "--max_grad_norm=0.5")
+    config = shown(
+        burnish, "dpo", {}, *flags.split(), "--no_gradient_checkpointing", "--max_grad_norm=0.5"
+    )
     assert (config["model"], config["data"], config["output"]) == ("m", "d", "o")
     assert (config["batch_size"], config["dtype"], config["learning_rate"]) == (3, "bfloat16", 1e-4)
     assert config["lora"]["target_modules"] == ["q_proj", "v_proj"]
@@ -158,7 +230,12 @@ def test_trls_flags_work_without_a_file(burnish):
 def test_both_vocabularies_mix_and_flags_win_in_either(burnish):
     file = {**MINIMAL, "lora": {"r": 4}, "per_device_train_batch_size": 4, "micro_tokens": 99}
     config = shown(burnish, "dpo", file, "--num_train_epochs", "4", "--batch_size", "5")
-    assert (config["lora"]["r"], config["batch_size"], config["epochs"], config["micro_tokens"]) == (4, 5, 4, 99)
+    assert (
+        config["lora"]["r"],
+        config["batch_size"],
+        config["epochs"],
+        config["micro_tokens"],
+    ) == (4, 5, 4, 99)
     config = shown(burnish, "dpo", {**MINIMAL, "epochs": 2, "steps": 7}, "--num_train_epochs", "4")
     assert (config["epochs"], config["steps"]) == (4, 7)
 
@@ -178,11 +255,23 @@ def test_a_field_that_is_given_in_both_vocabularies_is_refused(burnish, file, fl
 
 
 def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
-    file = {**MINIMAL, "fp16": True, "torch_compile": True, "optim": "lomo", "per_device_batch": 3, "learning_rat": 1}
+    file = {
+        **MINIMAL,
+        "fp16": True,
+        "torch_compile": True,
+        "optim": "lomo",
+        "per_device_batch": 3,
+        "learning_rat": 1,
+    }
     status, _, err = burnish("dpo", file, "--print_config")
     assert status == 2
     assert err.startswith("burnish dpo: 5 mistakes\n") and len(err.splitlines()) == 7
-    for words in ("fp16: ", "torch_compile: ", "optim: ", "no field 'learning_rat', did you mean 'learning_rate'?"):
+    for words in (
+        "fp16: ",
+        "torch_compile: ",
+        "optim: ",
+        "no field 'learning_rat', did you mean 'learning_rate'?",
+    ):
         assert words in err
     assert "no field 'per_device_batch', did you mean 'per_device_" in err
 
@@ -206,7 +295,10 @@ def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
     direct = shown(burnish, "dpo", file)
     status, printed, _ = burnish("translate dpo", file)
     assert status == 0
-    assert "# no effect here: hub_model_id: without push_to_hub nothing is uploaded, as in TRL" in printed
+    assert (
+        "# no effect here: hub_model_id: without push_to_hub nothing is uploaded, as in TRL"
+        in printed
+    )
     assert shown(burnish, "dpo", printed) == direct
     status, printed, _ = burnish("translate dpo", {**file, "optim": "galore_adamw"})
     assert status == 1
@@ -219,7 +311,11 @@ def test_translate_prints_a_file_that_means_the_same(burnish, tmp_path):
         (["translate"], 2, "usage: burnish translate"),
         (["translate", "dpoo", "trl.yaml"], 2, "usage: burnish translate"),
         (["translate", "dpo", "nosuch.yaml"], 1, "nosuch.yaml: No such file or directory"),
-        (["translate", "python", "dpo_vlm.py", "--beta", "0.2"], 2, "no recipe for 'dpo_vlm', did you mean 'dpo'?"),
+        (
+            ["translate", "python", "dpo_vlm.py", "--beta", "0.2"],
+            2,
+            "no recipe for 'dpo_vlm', did you mean 'dpo'?",
+        ),
         (["translate", "python", "nash_md.py"], 2, "no recipe for 'nash_md'"),
     ],
 )
@@ -229,7 +325,12 @@ def test_a_mistake_in_translate_is_told(words, status, told, capsys):
 
 
 def test_translate_reads_flags_without_a_file(capsys):
-    assert main(["translate", "sft", "--model_name_or_path", "m", "--loss_type", "dft", "--steps", "3"]) == 0
+    assert (
+        main(
+            ["translate", "sft", "--model_name_or_path", "m", "--loss_type", "dft", "--steps", "3"]
+        )
+        == 0
+    )
     assert yaml.safe_load(capsys.readouterr().out) == {"model": "m", "loss": "dft", "steps": 3}
 
 
@@ -256,23 +357,52 @@ def test_translate_prints_a_file_of_ours_as_it_is_and_refuses_what_nobody_knows(
 
 def test_translate_reads_a_command_as_it_is_pasted(burnish, capsys):
     command = "accelerate launch --num_processes 4 examples/scripts/kto.py --model_name_or_path m --dataset_name d"
-    assert main(["translate", *command.split(), "--per_device_train_batch_size", "2", "--output_dir", "o"]) == 0
+    assert (
+        main(
+            [
+                "translate",
+                *command.split(),
+                "--per_device_train_batch_size",
+                "2",
+                "--output_dir",
+                "o",
+            ]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert printed.startswith("# torchrun --nproc_per_node 4 -m burnish kto --config with this file\n")
-    assert "# num_processes: the batch is that of so many; torchrun or accelerate launch starts them" in printed
+    assert printed.startswith(
+        "# torchrun --nproc_per_node 4 -m burnish kto --config with this file\n"
+    )
+    assert (
+        "# num_processes: the batch is that of so many; torchrun or accelerate launch starts them"
+        in printed
+    )
     config = shown(burnish, "kto", printed)
-    assert (config["model"], config["data"], config["batch_size"], config["output"]) == ("m", "d", 8, "o")
+    assert (config["model"], config["data"], config["batch_size"], config["output"]) == (
+        "m",
+        "d",
+        8,
+        "o",
+    )
 
 
 def test_trls_defaults_are_taken_if_wanted_and_told_if_not(burnish, caplog):
     config = shown(burnish, "grpo", {**MINIMAL, "rewards": {"math": 1}, "epochs": 1})
     assert (config["max_tokens"], config["seed"], config["dtype"]) == (256, 0, "float32")
     line = next(text for text in caplog.messages if "defaults that differ" in text)
-    for words in ("max_tokens 256 (512)", "seed 0 (42)", "dtype float32 (bfloat16)", "weighting None (token_mean)"):
+    for words in (
+        "max_tokens 256 (512)",
+        "seed 0 (42)",
+        "dtype float32 (bfloat16)",
+        "weighting None (token_mean)",
+    ):
         assert words in line
     assert "epochs" not in line
     caplog.clear()
-    config = shown(burnish, "grpo", {**MINIMAL, "rewards": {"math": 1}, "epochs": 1, "defaults": "trl"})
+    config = shown(
+        burnish, "grpo", {**MINIMAL, "rewards": {"math": 1}, "epochs": 1, "defaults": "trl"}
+    )
     assert (config["max_tokens"], config["seed"], config["dtype"]) == (512, 42, "bfloat16")
     assert (config["weighting"], config["epochs"], config["save_every"]) == ("token_mean", 1, 500)
     assert "defaults that differ" not in caplog.text
@@ -285,7 +415,13 @@ def test_trls_defaults_are_taken_if_wanted_and_told_if_not(burnish, caplog):
 def test_a_command_in_our_names_does_not_read_the_table(burnish, monkeypatch, caplog):
     monkeypatch.setattr("burnish.loops.cli.trl.entries", None)
     assert (
-        shown(burnish, "dpo", {"model": "m", "data": "d", "output": "o", "lora": {"r": 2}}, "--beta=0.3")["beta"] == 0.3
+        shown(
+            burnish,
+            "dpo",
+            {"model": "m", "data": "d", "output": "o", "lora": {"r": 2}},
+            "--beta=0.3",
+        )["beta"]
+        == 0.3
     )
     assert caplog.messages == []
 
@@ -307,26 +443,47 @@ def test_a_difference_is_told_unless_its_field_is_set(burnish, caplog):
         ("grpo", {"rewards": {"math": 1}}, "max_tokens 256 (512)"),
         ("reward", {}, "learning_rate 1e-05 (0.0001)"),
         ("reward", {}, "margin: counts where a column is named for it"),
-        ("kto", {}, "kl: of the loss kto, from each prompt with the completion half a step further on"),
+        (
+            "kto",
+            {},
+            "kl: of the loss kto, from each prompt with the completion half a step further on",
+        ),
         ("orpo", {"beta": 0.1}, "nll: of the completion alone"),
         ("cpo", {}, "ends: completions end as the chat template ends them"),
         ("dpo", {}, "turns: of a completion of several messages"),
-        ("grpo", {"rewards": {"math": 1}}, "old_logprobs: sampled, ratios are to the sampler's own log-probs"),
+        (
+            "grpo",
+            {"rewards": {"math": 1}},
+            "old_logprobs: sampled, ratios are to the sampler's own log-probs",
+        ),
         ("grpo", {"rewards": {"math": 1}, "beta": 0.1}, "use_bias_correction_kl False (True)"),
-        ("distill", {}, "learning_rate: 2e-05, as TRL's GKDTrainer; its DistillationTrainer has 1e-06"),
+        (
+            "distill",
+            {},
+            "learning_rate: 2e-05, as TRL's GKDTrainer; its DistillationTrainer has 1e-06",
+        ),
         ("rloo", {"rewards": {"math": 1}}, "skipped: a step whose gradient is 0"),
         ("dpo", {}, "seed 0 (42)"),
         ("dpo", {}, "dtype float32 (bfloat16)"),
     ],
 )
-def test_what_trains_otherwise_without_a_word_of_the_file_is_told_by_translate(burnish, recipe, given, told):
+def test_what_trains_otherwise_without_a_word_of_the_file_is_told_by_translate(
+    burnish, recipe, given, told
+):
     _, printed, _ = burnish(f"translate {recipe}", {**MINIMAL, **given})
     assert told in printed
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_begins_with_three_lines_at_most_about_names_of_trl(burnish, caplog, name):
-    refused = ("push_to_hub", "eos_token", "reward_funcs", "reward_weights", "num_generations", "model_revision")
+    refused = (
+        "push_to_hub",
+        "eos_token",
+        "reward_funcs",
+        "reward_weights",
+        "num_generations",
+        "model_revision",
+    )
     left_out = [key for key in RECIPES[name] if key in refused or key.startswith("code_")]
     config = {key: value for key, value in RECIPES[name].items() if key not in left_out}
     rewards = ["--rewards", "{math: 1}"] if "grpo" in name else []
@@ -345,8 +502,18 @@ def test_few_differences_are_all_told_at_the_start(burnish, caplog):
 
 
 def test_what_is_set_is_not_told(burnish, caplog):
-    lora = {"use_peft": True, "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "seed": 42, "bf16": True}
-    shown(burnish, "grpo", {**MINIMAL, **lora, "rewards": {"math": 1}, "loss_type": "dapo", "dataset_mixer": {"a": 1}})
+    lora = {
+        "use_peft": True,
+        "lora_dropout": 0.1,
+        "lora_target_modules": ["q_proj"],
+        "seed": 42,
+        "bf16": True,
+    }
+    shown(
+        burnish,
+        "grpo",
+        {**MINIMAL, **lora, "rewards": {"math": 1}, "loss_type": "dapo", "dataset_mixer": {"a": 1}},
+    )
     for field in ("lora.dropout", "lora.target_modules", "variant", "seed", "dtype"):
         assert f"{field}: " not in caplog.text and f" {field} " not in caplog.text
 
@@ -377,7 +544,13 @@ def test_a_translation_imports_nothing_heavy(tmp_path):
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, cwd=tmp_path, env=os.environ, check=True
+        command,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env=os.environ,
+        check=True,
     )
     assert done.stdout.splitlines()[-1] == "[]"
 

@@ -1,4 +1,6 @@
-"""What TRL's names and values come to: every real key, every field of TRL's classes, every rule of a value."""
+"""What TRL's names and values come to: every real key, every field of TRL's classes, every rule of
+a value.
+"""
 
 import dataclasses
 import importlib.util
@@ -66,7 +68,9 @@ def test_every_key_of_a_real_configuration_is_translated_told_or_refused(name, t
     uploaded = {"push_to_hub"} if configuration.get("push_to_hub") else set()
     assert set(out.refused) == REFUSED.get(name, set()) | uploaded
     assert all(name in line for name, line in out.refused.items())
-    accounted = {key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys} | set(out.refused)
+    accounted = {
+        key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys
+    } | set(out.refused)
     assert accounted == set(configuration)
 
 
@@ -77,17 +81,23 @@ def test_the_real_configurations_are_the_thirty_of_two_handbooks_and_one_of_trl(
 
 def words_of(flags):
     values = {name: value if isinstance(value, list) else [value] for name, value in flags.items()}
-    return [word for name, each in values.items() for word in (f"--{name}", *each) if word is not None]
+    return [
+        word for name, each in values.items() for word in (f"--{name}", *each) if word is not None
+    ]
 
 
 @pytest.mark.parametrize("script", COMMANDS)
 def test_every_flag_of_a_script_of_trl_is_translated_told_or_refused(script):
     flags = COMMANDS[script]
-    command = from_command(["accelerate", "launch", f"examples/scripts/{script}.py", *words_of(flags)])
+    command = from_command(
+        ["accelerate", "launch", f"examples/scripts/{script}.py", *words_of(flags)]
+    )
     _, left, out = read(command.recipe, settings_of(command.recipe), command.flags)
     assert left == []
     assert all(line.startswith(f"{name}: ") for name, line in out.refused.items())
-    accounted = {key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys} | set(out.refused)
+    accounted = {
+        key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys
+    } | set(out.refused)
     assert {name.removeprefix("no_") for name in flags} <= accounted
     assert set(out.refused) == REFUSED_FLAGS.get(script, set()) | ({"push_to_hub"} & flags.keys())
 
@@ -140,13 +150,19 @@ def test_a_comma_between_the_values_of_a_list_is_no_part_of_them():
     assert read("sft", settings_of("sft"), ["--dataset_name", "a,"])[0]["data"] == "a,"
 
 
-EXPERIMENTAL = {"cpo": ("cpo", "CPO"), "orpo": ("orpo", "ORPO"), "online_dpo": ("online_dpo", "OnlineDPO")}
+EXPERIMENTAL = {
+    "cpo": ("cpo", "CPO"),
+    "orpo": ("orpo", "ORPO"),
+    "online_dpo": ("online_dpo", "OnlineDPO"),
+}
 EXPERIMENTAL |= {"gkd": ("distill", "GKD"), "distillation": ("distill", "Distillation")}
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("module", EXPERIMENTAL)
-def test_every_field_of_an_experimental_trainer_of_the_installed_trl_is_in_the_table(module, monkeypatch):
+def test_every_field_of_an_experimental_trainer_of_the_installed_trl_is_in_the_table(
+    module, monkeypatch
+):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     trainer = pytest.importorskip(f"trl.experimental.{module}")
     recipe, name = EXPERIMENTAL[module]
@@ -154,7 +170,9 @@ def test_every_field_of_an_experimental_trainer_of_the_installed_trl_is_in_the_t
     names = {field.name for field in fields}
     assert len(names) > 120
     assert names - set(entries(recipe)) == set()
-    given = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    given = {
+        field.name: field.default for field in fields if field.default is not dataclasses.MISSING
+    }
     assert null_without_a_meaning(recipe, translate(recipe, fields_of(recipe), given).ours) == set()
 
 
@@ -162,7 +180,9 @@ def test_the_script_of_distillation_trains_at_the_rate_of_its_trainer_in_the_ins
     trainer = pytest.importorskip("trl").DistillationConfig
     defaults = {field.name: field.default for field in dataclasses.fields(trainer)}
     words = dict(zip(*[iter(from_command(["distillation.py"]).flags)] * 2, strict=True))
-    values = {name.removeprefix("--"): float(value) for name, value in words.items() if name != "--lmbda"}
+    values = {
+        name.removeprefix("--"): float(value) for name, value in words.items() if name != "--lmbda"
+    }
     assert values.keys() == {"learning_rate", "beta", "temperature", "max_completion_length"}
     assert values == {name: defaults[name] for name in values}
 
@@ -170,7 +190,14 @@ def test_the_script_of_distillation_trains_at_the_rate_of_its_trainer_in_the_ins
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
 def test_every_field_of_the_installed_trl_is_in_the_table(recipe):
     trl = pytest.importorskip("trl")
-    own = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[recipe]
+    own = {
+        "sft": "SFT",
+        "dpo": "DPO",
+        "kto": "KTO",
+        "reward": "Reward",
+        "grpo": "GRPO",
+        "rloo": "RLOO",
+    }[recipe]
     classes = [getattr(trl, name) for name in (f"{own}Config", "ModelConfig", "ScriptArguments")]
     names = {field.name for each in classes for field in dataclasses.fields(each)}
     assert len(names) > 120
@@ -181,7 +208,14 @@ def test_every_field_of_the_installed_trl_is_in_the_table(recipe):
 def test_the_defaults_of_the_installed_trl_change_nothing_silently(recipe):
     """A file that spells out all of TRL's defaults is translated without a refusal."""
     trl = pytest.importorskip("trl")
-    own = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[recipe]
+    own = {
+        "sft": "SFT",
+        "dpo": "DPO",
+        "kto": "KTO",
+        "reward": "Reward",
+        "grpo": "GRPO",
+        "rloo": "RLOO",
+    }[recipe]
     given = {}
     for each in (getattr(trl, f"{own}Config"), trl.ModelConfig, trl.ScriptArguments):
         for field in dataclasses.fields(each):
@@ -199,7 +233,9 @@ def test_the_defaults_of_the_installed_trl_change_nothing_silently(recipe):
 
 def null_without_a_meaning(recipe, fields):
     """The fields that would be null and take no null; of the lengths left out it means no limit."""
-    optional = {field.name for field in dataclasses.fields(settings_of(recipe)) if field.default is None}
+    optional = {
+        field.name for field in dataclasses.fields(settings_of(recipe)) if field.default is None
+    }
     needed = {"model", "teacher.model", "max_length", "max_prompt_length"}
     return {name for name, value in fields.items() if value is None} - optional - needed
 
@@ -208,13 +244,20 @@ def test_every_field_that_the_table_names_exists():
     everywhere = set().union(*(fields_of(recipe) for recipe in OURS if recipe != "demo"))
     for recipe in (*table()["recipes"], "reward"):
         for kind, entry in entries(recipe).values():
-            field = {"renamed": lambda e: e, "values": lambda e: e["field"]}.get(kind, lambda e: "model")(entry)
+            field = {"renamed": lambda e: e, "values": lambda e: e["field"]}.get(
+                kind, lambda e: "model"
+            )(entry)
             assert field.partition(".")[0] in everywhere, field
     for recipe, part in table()["recipes"].items():
-        for field in (*part.get("renamed", {}).values(), *(v["field"] for v in part.get("values", {}).values())):
+        for field in (
+            *part.get("renamed", {}).values(),
+            *(v["field"] for v in part.get("values", {}).values()),
+        ):
             assert field in fields_of(recipe)
     assert {"defaults", "silent", "recipes"} <= table().keys()
-    shipped = {reward for entry in table()["rewards"].values() for reward in entry if ":" not in reward}
+    shipped = {
+        reward for entry in table()["rewards"].values() for reward in entry if ":" not in reward
+    }
     assert shipped <= SHIPPED.keys()
 
 
@@ -222,7 +265,9 @@ def test_every_field_that_the_table_names_exists():
 def test_a_field_of_ours_is_never_refused_as_a_name_of_trl(recipe):
     shared = {name: entry for name, entry in entries(recipe).items() if name in fields_of(recipe)}
     assert {"learning_rate", "seed", "dtype", "report_to"} <= shared.keys()
-    assert {name for name, entry in shared.items() if entry != ("renamed", name) and entry[0] != "rules"} == set()
+    assert {
+        name for name, entry in shared.items() if entry != ("renamed", name) and entry[0] != "rules"
+    } == set()
 
 
 def test_names_are_in_the_table_once():
@@ -240,7 +285,11 @@ def test_names_are_in_the_table_once():
 
 LORA = {"lora.r": 16, "lora.alpha": 32.0, "lora.dropout": 0.05}
 _SMOOTHED = {"loss": {"label_smoothed_nll": {"label_smoothing": 0.1}}}
-TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "num_processes": 2}
+TWO_DEVICES = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "num_processes": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -248,13 +297,21 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
     [
         ("dpo", TWO_DEVICES, {"batch_size": 24}),
         ("dpo", {"gradient_accumulation_steps": 2}, {"batch_size": 16}),
-        ("grpo", {**TWO_DEVICES, "num_generations": 6}, {"group_size": 6, "prompts_per_rollout": 4}),
+        (
+            "grpo",
+            {**TWO_DEVICES, "num_generations": 6},
+            {"group_size": 6, "prompts_per_rollout": 4},
+        ),
         (
             "grpo",
             {**TWO_DEVICES, "num_generations": 6, "steps_per_generation": 6},
             {"group_size": 6, "prompts_per_rollout": 8, "minibatches": 2},
         ),
-        ("grpo", {"generation_batch_size": 32}, {"group_size": 8, "prompts_per_rollout": 4, "minibatches": 4}),
+        (
+            "grpo",
+            {"generation_batch_size": 32},
+            {"group_size": 8, "prompts_per_rollout": 4, "minibatches": 4},
+        ),
         ("rloo", {"num_generations": 4, "num_iterations": 3}, None),
         ("sft", {"max_steps": -1, "num_train_epochs": 2.0}, {"epochs": 2}),
         ("sft", {"max_steps": 70, "num_train_epochs": 2}, {"steps": 70}),
@@ -264,15 +321,31 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("sft", {"bf16": False}, {"dtype": "float32"}),
         ("sft", {"torch_dtype": "auto"}, {"dtype": "bfloat16"}),
         ("sft", {"dtype": "float32"}, {"dtype": "float32"}),
-        ("sft", {"torch_dtype": "bfloat16", "bf16": False}, {"dtype": "bfloat16", "weights_dtype": "bfloat16"}),
+        (
+            "sft",
+            {"torch_dtype": "bfloat16", "bf16": False},
+            {"dtype": "bfloat16", "weights_dtype": "bfloat16"},
+        ),
         ("sft", {"dtype": "bfloat16", "use_peft": True}, {"dtype": "bfloat16", **LORA}),
         ("sft", {"lr_scheduler_type": "inverse_sqrt"}, {"schedule": "inverse_sqrt"}),
-        ("sft", {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, {"schedule_kwargs": {"min_lr_rate": 0.1}}),
+        (
+            "sft",
+            {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+            {"schedule_kwargs": {"min_lr_rate": 0.1}},
+        ),
         ("sft", {"lr_scheduler_kwargs": None}, {}),
         ("sft", {"optim": "adamw_torch"}, {"optimizer": "adamw"}),
         ("sft", {"optim": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
-        ("sft", {"optim": "lion_8bit"}, {"optimizer": "lion_8bit", "optimizer_kwargs": {"betas": [0.9, 0.999]}}),
-        ("sft", {"optim": "sgd", "optim_args": "momentum=9e-1, nesterov=true", "adam_beta2": 0.9}, None),
+        (
+            "sft",
+            {"optim": "lion_8bit"},
+            {"optimizer": "lion_8bit", "optimizer_kwargs": {"betas": [0.9, 0.999]}},
+        ),
+        (
+            "sft",
+            {"optim": "sgd", "optim_args": "momentum=9e-1, nesterov=true", "adam_beta2": 0.9},
+            None,
+        ),
         (
             "sft",
             {"adam_beta1": 0.0, "adam_epsilon": "1e-6"},
@@ -281,8 +354,18 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("sft", {"adam_beta1": 0.9, "adam_epsilon": 1e-8}, {}),
         (
             "sft",
-            {"use_peft": True, "use_rslora": True, "use_dora": True, "lora_modules_to_save": "lm_head"},
-            {**LORA, "lora.use_rslora": True, "lora.use_dora": True, "lora.modules_to_save": ["lm_head"]},
+            {
+                "use_peft": True,
+                "use_rslora": True,
+                "use_dora": True,
+                "lora_modules_to_save": "lm_head",
+            },
+            {
+                **LORA,
+                "lora.use_rslora": True,
+                "lora.use_dora": True,
+                "lora.modules_to_save": ["lm_head"],
+            },
         ),
         (
             "sft",
@@ -290,8 +373,16 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {**LORA, "lora.target_parameters": ["experts.w"]},
         ),
         ("sft", {"lr_scheduler_type": "constant_with_warmup"}, {"schedule": "constant"}),
-        ("sft", {"dataset_name": "a/b", "dataset_config": "c"}, {"data": {"path": "a/b", "name": "c"}}),
-        ("sft", {"dataset_name": "a/b", "dataset_train_split": "train"}, {"data": {"path": "a/b", "split": "train"}}),
+        (
+            "sft",
+            {"dataset_name": "a/b", "dataset_config": "c"},
+            {"data": {"path": "a/b", "name": "c"}},
+        ),
+        (
+            "sft",
+            {"dataset_name": "a/b", "dataset_train_split": "train"},
+            {"data": {"path": "a/b", "split": "train"}},
+        ),
         (
             "sft",
             {"dataset_name": "a", "dataset_config": "c", "dataset_train_split": "train_sft"},
@@ -304,7 +395,12 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ),
         (
             "sft",
-            {"dataset_name": "a", "eval_strategy": "steps", "eval_steps": 5, "dataset_test_split": "test_sft"},
+            {
+                "dataset_name": "a",
+                "eval_strategy": "steps",
+                "eval_steps": 5,
+                "dataset_test_split": "test_sft",
+            },
             {"data": "a", "eval_data": {"split": "test_sft"}, "eval_every": 5},
         ),
         ("sft", {"dataset_name": "a", "dataset_test_split": "test_sft"}, {"data": "a"}),
@@ -328,11 +424,17 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         (
             "sft",
             {
-                "datasets": [{"path": "a", "fraction": 0.3, "columns": ["text"]}, {"path": "b", "fraction": 0.7}],
+                "datasets": [
+                    {"path": "a", "fraction": 0.3, "columns": ["text"]},
+                    {"path": "b", "fraction": 0.7},
+                ],
                 "test_split_size": 0.1,
             },
             {
-                "data": [{"path": "a", "fraction": 0.3, "columns": ["text"]}, {"path": "b", "fraction": 0.7}],
+                "data": [
+                    {"path": "a", "fraction": 0.3, "columns": ["text"]},
+                    {"path": "b", "fraction": 0.7},
+                ],
                 "eval_data": 0.1,
             },
         ),
@@ -340,7 +442,10 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             "sft",
             {
                 "dataset_mixture": {
-                    "datasets": [{"id": "a", "config": "c", "split": "s", "weight": 1.0}, {"id": "b", "weight": 0.02}],
+                    "datasets": [
+                        {"id": "a", "config": "c", "split": "s", "weight": 1.0},
+                        {"id": "b", "weight": 0.02},
+                    ],
                     "test_split_size": 1000.0,
                 }
             },
@@ -354,7 +459,10 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ),
         (
             "dpo",
-            {"dataset_mixer": {"a": 1.0, "b": 0.5}, "dataset_splits": ["train_prefs", "test_prefs"]},
+            {
+                "dataset_mixer": {"a": 1.0, "b": 0.5},
+                "dataset_splits": ["train_prefs", "test_prefs"],
+            },
             {
                 "data": [
                     {"path": "a", "split": "train_prefs", "weight": 1.0},
@@ -372,7 +480,11 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("sft", {"eval_strategy": "epoch"}, {"eval_every": "epoch"}),
         ("sft", {"save_strategy": "epoch"}, {"save_every": "epoch"}),
         ("sft", {"eval_strategy": "steps", "eval_steps": 0.2}, {"eval_every": 0.2}),
-        ("sft", {"load_best_model_at_end": True}, {"keep_best": "eval/loss", "load_best_model_at_end": True}),
+        (
+            "sft",
+            {"load_best_model_at_end": True},
+            {"keep_best": "eval/loss", "load_best_model_at_end": True},
+        ),
         ("sft", {"load_best_model_at_end": False, "metric_for_best_model": "loss"}, {}),
         (
             "dpo",
@@ -381,10 +493,18 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ),
         (
             "dpo",
-            {"load_best_model_at_end": True, "metric_for_best_model": "rewards/margins", "greater_is_better": False},
+            {
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "rewards/margins",
+                "greater_is_better": False,
+            },
             {"keep_best": "eval/rewards/margins", "load_best_model_at_end": True},
         ),
-        ("sft", {"save_strategy": "best", "metric_for_best_model": "eval_loss"}, {"keep_best": "eval/loss"}),
+        (
+            "sft",
+            {"save_strategy": "best", "metric_for_best_model": "eval_loss"},
+            {"keep_best": "eval/loss"},
+        ),
         ("sft", {"tf32": True}, {"tf32": True}),
         ("sft", {"model_revision": "v2"}, {"model_revision": "v2"}),
         ("sft", {"preprocessing_num_workers": 4}, {"dataset_num_proc": 4}),
@@ -396,10 +516,18 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"rpo_alpha": 1, "loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]},
             {"loss": {"dpo": 0.8, "nll": 1.2}},
         ),
-        ("dpo", {"rpo_alpha": None, "loss_type": "ipo"}, {"loss": "ipo", "logprob_reduction": "mean"}),
+        (
+            "dpo",
+            {"rpo_alpha": None, "loss_type": "ipo"},
+            {"loss": "ipo", "logprob_reduction": "mean"},
+        ),
         ("dpo", {"mixed_precision": "bf16", "bf16": False}, {"dtype": "bfloat16"}),
         ("dpo", {"mixed_precision": "no"}, {}),
-        ("sft", {"save_strategy": "steps", "save_steps": 0.25, "max_steps": 10}, {"steps": 10, "save_every": 0.25}),
+        (
+            "sft",
+            {"save_strategy": "steps", "save_steps": 0.25, "max_steps": 10},
+            {"steps": 10, "save_every": 0.25},
+        ),
         ("sft", {"save_strategy": "steps"}, {"save_every": 500}),
         ("sft", {"save_strategy": "no", "save_steps": 5}, {}),
         ("sft", {"use_peft": True}, LORA),
@@ -411,19 +539,34 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": True},
             {
                 "quantize": "4bit",
-                "quantize_kwargs": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": True},
+                "quantize_kwargs": {
+                    "bnb_4bit_quant_type": "fp4",
+                    "bnb_4bit_use_double_quant": True,
+                },
             },
         ),
         ("sft", {"neftune_noise_alpha": 5}, {"neftune_noise_alpha": 5.0}),
         ("sft", {"activation_offloading": True}, {"gradient_checkpointing": "offload"}),
-        ("dpo", {"sync_ref_model": True}, {"ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6}),
+        (
+            "dpo",
+            {"sync_ref_model": True},
+            {"ref_model_sync_steps": 512, "ref_model_mixup_alpha": 0.6},
+        ),
         ("dpo", {"sync_ref_model": False, "ref_model_sync_steps": 64}, {}),
         ("sft", {"load_in_8bit": False, "use_bnb_nested_quant": True}, {}),
         ("sft", {"report_to": "none"}, {"report_to": "none"}),
         ("sft", {"report_to": ["wandb", "tensorboard"]}, {"report_to": ["wandb", "tensorboard"]}),
         ("sft", {"resume_from_checkpoint": True}, {"resume": True}),
-        ("sft", {"max_seq_length": 99, "truncation_mode": "keep_end"}, {"max_length": 99, "truncation": "keep_end"}),
-        ("sft", {"assistant_only_loss": True, "completion_only_loss": True}, {"train_on": "assistant"}),
+        (
+            "sft",
+            {"max_seq_length": 99, "truncation_mode": "keep_end"},
+            {"max_length": 99, "truncation": "keep_end"},
+        ),
+        (
+            "sft",
+            {"assistant_only_loss": True, "completion_only_loss": True},
+            {"train_on": "assistant"},
+        ),
         ("sft", {"completion_only_loss": False}, {"train_on": "all"}),
         ("sft", {"loss_type": "chunked_nll"}, {"loss": "nll"}),
         ("sft", {"loss_type": "dft"}, {"loss": "dft"}),
@@ -436,7 +579,11 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1]},
             {"loss": {"dpo": 0.8, "bco_pair": 0.2, "nll": 1.0}},
         ),
-        ("dpo", {"loss_type": ["discopop"], "discopop_tau": 0.1}, {"loss": "discopop", "loss_kwargs": {"tau": 0.1}}),
+        (
+            "dpo",
+            {"loss_type": ["discopop"], "discopop_tau": 0.1},
+            {"loss": "discopop", "loss_kwargs": {"tau": 0.1}},
+        ),
         (
             "dpo",
             {"f_divergence_type": "js_divergence", "use_weighting": True},
@@ -459,7 +606,11 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ),
         ("dpo", {"loss_type": ["aot"]}, {"loss": "aot", "micro_tokens": None}),
         ("dpo", {"precompute_ref_log_probs": True}, {"reference": "precompute"}),
-        ("kto", {"loss_type": "apo_zero_unpaired", "beta": 0.2}, {"loss": "apo_zero_unpaired", "beta": 0.2}),
+        (
+            "kto",
+            {"loss_type": "apo_zero_unpaired", "beta": 0.2},
+            {"loss": "apo_zero_unpaired", "beta": 0.2},
+        ),
         ("orpo", {"beta": 0.05}, {"odds_ratio": 0.05}),
         (
             "cpo",
@@ -470,13 +621,21 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("reward", {"center_rewards_coefficient": 0.01}, {"centering": 0.01}),
         ("grpo", {"loss_type": "dapo"}, {"variant": "grpo", "weighting": "token_mean"}),
         ("grpo", {"loss_type": "dr_grpo", "scale_rewards": False}, None),
-        ("grpo", {"loss_type": "cispo", "epsilon_high": 5.0}, {"variant": "cispo", "loss_kwargs": {"clip_high": 4.0}}),
+        (
+            "grpo",
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            {"variant": "cispo", "loss_kwargs": {"clip_high": 4.0}},
+        ),
         (
             "grpo",
             {"loss_type": "sapo", "sapo_temperature_neg": 2},
             {"variant": "sapo", "loss_kwargs": {"tau_neg": 2.0}},
         ),
-        ("grpo", {"loss_type": "vespo", "vespo_k_pos": 1}, {"variant": "vespo", "loss_kwargs": {"k_pos": 1.0}}),
+        (
+            "grpo",
+            {"loss_type": "vespo", "vespo_k_pos": 1},
+            {"variant": "vespo", "loss_kwargs": {"k_pos": 1.0}},
+        ),
         (
             "grpo",
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.003},
@@ -487,31 +646,60 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         (
             "grpo",
             {"entropy_coef": 0.01},
-            {"loss": {"clipped_surrogate": 1.0, "entropy_bonus": {"coefficient": 0.01, "weighting": "token_mean"}}},
+            {
+                "loss": {
+                    "clipped_surrogate": 1.0,
+                    "entropy_bonus": {"coefficient": 0.01, "weighting": "token_mean"},
+                }
+            },
         ),
         (
             "grpo",
             {"max_completion_length": 64, "mask_truncated_completions": True},
             {"max_tokens": 64, "mask_truncated": True},
         ),
-        ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}, {"reward_aggregation": "normalize"}),
+        (
+            "grpo",
+            {"multi_objective_aggregation": "normalize_then_sum"},
+            {"reward_aggregation": "normalize"},
+        ),
         ("grpo", {"max_prompt_length": 99}, {"max_prompt_length": 99, "truncation": "keep_end"}),
         ("grpo", {"max_prompt_length": None}, {"max_prompt_length": None}),
         (
             "grpo",
-            {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_mode": "token_truncate"},
+            {
+                "use_vllm": True,
+                "vllm_mode": "server",
+                "vllm_importance_sampling_mode": "token_truncate",
+            },
             {"source": "vllm", "correction": "tis", "correction_low": 0.0, "correction_high": 3.0},
         ),
-        ("grpo", {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.1}, IMPORTANCE | {"correction_low": 0.1}),
-        ("grpo", {"use_vllm": True, "vllm_importance_sampling_clip_max": None}, IMPORTANCE | {"correction_high": inf}),
         (
             "grpo",
-            {"use_vllm": True, "vllm_importance_sampling_clip_max": 4, "vllm_importance_sampling_cap": 2},
+            {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.1},
+            IMPORTANCE | {"correction_low": 0.1},
+        ),
+        (
+            "grpo",
+            {"use_vllm": True, "vllm_importance_sampling_clip_max": None},
+            IMPORTANCE | {"correction_high": inf},
+        ),
+        (
+            "grpo",
+            {
+                "use_vllm": True,
+                "vllm_importance_sampling_clip_max": 4,
+                "vllm_importance_sampling_cap": 2,
+            },
             IMPORTANCE | {"correction_high": 2.0},
         ),
         (
             "grpo",
-            {"use_vllm": True, "vllm_max_model_length": 512, "vllm_importance_sampling_correction": False},
+            {
+                "use_vllm": True,
+                "vllm_max_model_length": 512,
+                "vllm_importance_sampling_correction": False,
+            },
             {"source": "vllm_engine", "vllm.options": {"max_model_len": 512}},
         ),
         (
@@ -536,7 +724,11 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
             {"total_episodes": 1000, "per_device_train_batch_size": 64, "num_mini_batches": 2},
             {"prompts_per_rollout": 64, "minibatches": 2, "steps": 128},
         ),
-        ("ppo", {"model_name_or_path": "a", "sft_model_path": "b", "stop_token": "eos"}, {"model": "b"}),
+        (
+            "ppo",
+            {"model_name_or_path": "a", "sft_model_path": "b", "stop_token": "eos"},
+            {"model": "b"},
+        ),
         ("ppo", {"model_name_or_path": "a"}, {"model": "a"}),
         (
             "ppo",
@@ -552,19 +744,47 @@ TWO_DEVICES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 
         ("reward", {"center_rewards_coefficient": None}, {}),
         ("online_dpo", {"missing_eos_penalty": None}, {}),
         ("rloo", {"chat_template_kwargs": None, "top_k": None}, {}),
-        ("dpo", {"save_strategy": "steps", "save_steps": 50, "save_total_limit": 3}, {"save_every": 50, "keep": 3}),
+        (
+            "dpo",
+            {"save_strategy": "steps", "save_steps": 50, "save_total_limit": 3},
+            {"save_every": 50, "keep": 3},
+        ),
         ("dpo", {"save_total_limit": None}, {}),
         ("rloo", {"shuffle_dataset": False}, {"shuffle": False}),
         ("sft", {"lr_scheduler_type": "constant", "warmup_steps": 20}, {"schedule": "constant"}),
-        ("sft", {"lr_scheduler_type": "cosine", "warmup_steps": 2}, {"schedule": "cosine", "warmup": 2.0}),
-        ("sft", {"gradient_checkpointing": True, "activation_offloading": True}, {"gradient_checkpointing": "offload"}),
-        ("sft", {"activation_offloading": True, "gradient_checkpointing": True}, {"gradient_checkpointing": "offload"}),
+        (
+            "sft",
+            {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+            {"schedule": "cosine", "warmup": 2.0},
+        ),
+        (
+            "sft",
+            {"gradient_checkpointing": True, "activation_offloading": True},
+            {"gradient_checkpointing": "offload"},
+        ),
+        (
+            "sft",
+            {"activation_offloading": True, "gradient_checkpointing": True},
+            {"gradient_checkpointing": "offload"},
+        ),
         ("dpo", {"activation_checkpointing": True}, {"gradient_checkpointing": True}),
-        ("dpo", {"activation_checkpointing": False, "gradient_checkpointing": True}, {"gradient_checkpointing": False}),
-        ("dpo", {"activation_checkpointing": None, "gradient_checkpointing": True}, {"gradient_checkpointing": True}),
+        (
+            "dpo",
+            {"activation_checkpointing": False, "gradient_checkpointing": True},
+            {"gradient_checkpointing": False},
+        ),
+        (
+            "dpo",
+            {"activation_checkpointing": None, "gradient_checkpointing": True},
+            {"gradient_checkpointing": True},
+        ),
         ("sft", {"loss_type": "chunked_nll", "label_smoothing_factor": 0.1}, _SMOOTHED),
         ("sft", {"loss_type": "dft", "label_smoothing_factor": 0.1}, {"loss": "dft"}),
-        ("cpo", {"loss_type": "alphapo", "alpha": 0.3}, {"loss": "alpha_po", "alpha": 0.3, "nll": 0.0}),
+        (
+            "cpo",
+            {"loss_type": "alphapo", "alpha": 0.3},
+            {"loss": "alpha_po", "alpha": 0.3, "nll": 0.0},
+        ),
         (
             "dpo",
             {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0},
@@ -583,7 +803,9 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         "grpo": {"variant": "grpo", "weighting": "fixed_length", "scale": "none"},
         "distill": {"temperature": 0.9, "on_policy": 1},
     }
-    assert ours(recipe, **given) == (special[given.get("optim", recipe)] if expected is None else expected)
+    assert ours(recipe, **given) == (
+        special[given.get("optim", recipe)] if expected is None else expected
+    )
 
 
 @pytest.mark.parametrize(
@@ -592,23 +814,59 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("sft", {"fp16": True}, "fp16.*float16.*give dtype"),
         ("sft", {"torch_dtype": "float16"}, "torch_dtype.*float16"),
         ("sft", {"num_train_epochs": 0.5}, "num_train_epochs: 0.5 is a part.*steps"),
-        ("sft", {"push_to_hub": True}, "push_to_hub: nothing is uploaded yet.*give false, .*hf upload"),
+        (
+            "sft",
+            {"push_to_hub": True},
+            "push_to_hub: nothing is uploaded yet.*give false, .*hf upload",
+        ),
         ("sft", {"push_to_hub_revision": True}, "push_to_hub_revision: nothing is uploaded yet"),
-        ("sft", {"mixed_precision": "fp16"}, "mixed_precision: there is no float16 with loss scaling"),
-        ("sft", {"mixed_precision": "fp8"}, "mixed_precision: there is no fp8; there are bfloat16 and float32"),
+        (
+            "sft",
+            {"mixed_precision": "fp16"},
+            "mixed_precision: there is no float16 with loss scaling",
+        ),
+        (
+            "sft",
+            {"mixed_precision": "fp8"},
+            "mixed_precision: there is no fp8; there are bfloat16 and float32",
+        ),
         ("sft", {"lr_scheduler_type": "cosinus"}, "'cosinus' is none of linear, cosine"),
-        ("sft", {"optim": "adamw_8bits"}, "optim: there is no 'adamw_8bits', did you mean 'adamw_8bit'"),
-        ("sft", {"optim": "galore_adamw"}, "optim: there is no 'galore_adamw'.*give optimizer instead"),
+        (
+            "sft",
+            {"optim": "adamw_8bits"},
+            "optim: there is no 'adamw_8bits', did you mean 'adamw_8bit'",
+        ),
+        (
+            "sft",
+            {"optim": "galore_adamw"},
+            "optim: there is no 'galore_adamw'.*give optimizer instead",
+        ),
         ("sft", {"adam_beta1": "x"}, "adam_beta1: 'x'"),
-        ("sft", {"optim_target_modules": ["q_proj"]}, "optim_target_modules: the low-rank optimizers"),
+        (
+            "sft",
+            {"optim_target_modules": ["q_proj"]},
+            "optim_target_modules: the low-rank optimizers",
+        ),
         ("sft", {"loss_type": "nnl"}, "loss_type: 'nnl' is none of"),
         ("sft", {"beta": 0.1}, "beta: this recipe has no beta"),
         ("sft", {"max_seq_length": 9, "max_length": 8}, "max_length.*given twice"),
-        ("dpo", {"loss_type": "sigmoidd"}, "loss_type: there is no 'sigmoidd', did you mean 'sigmoid'"),
+        (
+            "dpo",
+            {"loss_type": "sigmoidd"},
+            "loss_type: there is no 'sigmoidd', did you mean 'sigmoid'",
+        ),
         ("dpo", {"loss_type": ["sigmoid", "ipo"]}, "loss_type: of sigmoid, ipo some"),
-        ("dpo", {"loss_type": ["sigmoid"], "loss_weights": [1, 2]}, "loss_weights: there are 2 for 1"),
+        (
+            "dpo",
+            {"loss_type": ["sigmoid"], "loss_weights": [1, 2]},
+            "loss_weights: there are 2 for 1",
+        ),
         ("dpo", {"f_divergence_type": "tv"}, "f_divergence_type: 'tv' is none of reverse_kl"),
-        ("dpo", {"loss_type": "ipo", "f_divergence_type": "forward_kl"}, "f_divergence_type: of ipo: TRL's is of sums"),
+        (
+            "dpo",
+            {"loss_type": "ipo", "f_divergence_type": "forward_kl"},
+            "f_divergence_type: of ipo: TRL's is of sums",
+        ),
         ("cpo", {"loss_type": "hinge"}, "loss_type: no loss here is hinge"),
         ("grpo", {"num_generations": 7}, "num_generations: 8 completions.*no multiple of 7"),
         (
@@ -618,22 +876,50 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ),
         ("grpo", {"loss_type": "luspo"}, "loss_type: there is no 'luspo'"),
         ("grpo", {"loss_type": "cispo"}, "loss_type: cispo's epsilon_high"),
-        ("grpo", {"loss_type": "dapo", "importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        (
+            "grpo",
+            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level",
+        ),
         ("grpo", {"loss_type": "sapo", "entropy_coef": 0.1}, "entropy_coef: of sapo"),
-        ("grpo", {"use_vllm": True, "vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode"),
+        (
+            "grpo",
+            {"use_vllm": True, "vllm_importance_sampling_mode": "token"},
+            "vllm_importance_sampling_mode",
+        ),
         ("grpo", {"reward_funcs": ["code"]}, "reward_funcs: no reward 'code'; there are accuracy"),
-        ("grpo", {"reward_funcs": ["format"], "reward_weights": [1, 2]}, "reward_weights: there are 2 for 1"),
+        (
+            "grpo",
+            {"reward_funcs": ["format"], "reward_weights": [1, 2]},
+            "reward_weights: there are 2 for 1",
+        ),
         ("grpo", {"repetition_penalty": 1.1}, "repetition_penalty"),
-        ("sft", {"per_device_train_batch_size": "many"}, "per_device_train_batch_size: 'many': invalid literal"),
-        ("grpo", {"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0: wanted whole numbers > 0"),
+        (
+            "sft",
+            {"per_device_train_batch_size": "many"},
+            "per_device_train_batch_size: 'many': invalid literal",
+        ),
+        (
+            "grpo",
+            {"per_device_train_batch_size": 0},
+            "per_device_train_batch_size: 0: wanted whole numbers > 0",
+        ),
         ("sft", {"eval_strategy": "step"}, "eval_strategy: 'step' is none of no, steps, epoch"),
         ("sft", {"save_strategy": "epochs"}, "save_strategy: 'epochs' is none of no, steps, epoch"),
         ("sft", {"dtype": "bfloat"}, "dtype: there is no bfloat; there are"),
-        ("sft", {"train_sampling_strategy": "group_by_length"}, "'group_by_length' is none of random, sequential"),
+        (
+            "sft",
+            {"train_sampling_strategy": "group_by_length"},
+            "'group_by_length' is none of random, sequential",
+        ),
         ("ppo", {"stop_token_id": 3}, "stop_token_id: completions end at the tokenizer's EOS"),
         ("distill", {"seq_kd": True}, "seq_kd: no recipe offers it"),
         ("grpo", {"top_entropy_quantile": 0.2}, "top_entropy_quantile: no recipe offers it"),
-        ("online_dpo", {"max_length": 300}, "limits the prompt, and max_tokens the completion; give these instead"),
+        (
+            "online_dpo",
+            {"max_length": 300},
+            "limits the prompt, and max_tokens the completion; give these instead",
+        ),
     ],
     ids=str,
 )
@@ -654,9 +940,13 @@ def test_a_value_without_an_equivalent_is_refused_by_name(recipe, given, words, 
         ("orpo", {}, "odds_ratio: tokens of its nll averaged over the whole step"),
     ],
 )
-def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(recipe, given, told, monkeypatch):
+def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(
+    recipe, given, told, monkeypatch
+):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    notes = translate(recipe, fields_of(recipe), {**given, **TWO_DEVICES}, elsewhere={"num_generations": "2"}).notes
+    notes = translate(
+        recipe, fields_of(recipe), {**given, **TWO_DEVICES}, elsewhere={"num_generations": "2"}
+    ).notes
     assert f"{told}; TRL's, over each of its 6 micro-batches" in notes
     alone = {**given, "per_device_train_batch_size": 4}
     notes = translate(recipe, fields_of(recipe), alone, elsewhere={"num_generations": "2"}).notes
@@ -664,7 +954,9 @@ def test_what_trl_takes_over_each_micro_batch_is_told_where_there_are_several(re
 
 
 def test_micro_tokens_that_are_set_hold_for_losses_of_ranks():
-    translation = translate("dpo", fields_of("dpo"), {"loss_type": ["aot"]}, elsewhere={"micro_tokens": 512})
+    translation = translate(
+        "dpo", fields_of("dpo"), {"loss_type": ["aot"]}, elsewhere={"micro_tokens": 512}
+    )
     assert translation.ours == {"loss": "aot"}
 
 
@@ -672,28 +964,100 @@ def test_micro_tokens_that_are_set_hold_for_losses_of_ranks():
     ("recipe", "given", "told"),
     [
         ("dpo", {"loss_type": "ipo"}, "logprob_reduction: logps and rewards in the log are"),
-        ("dpo", {"f_divergence_type": "js_divergence"}, "f_divergence_type: unless it is reverse_kl, rewards in the"),
-        ("dpo", {"f_alpha_divergence_coef": 0.5}, "f_alpha_divergence_coef: divergence_alpha is 1 minus it"),
-        ("dpo", {"truncation_mode": "keep_end"}, "truncation_mode: keep_end leaves both completions of a pair the"),
-        ("sft", {"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "warmup: none; transformers' constant"),
-        ("sft", {"dtype": "float32"}, "dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false"),
-        ("online_dpo", {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: the gradient is the mean"),
+        (
+            "dpo",
+            {"f_divergence_type": "js_divergence"},
+            "f_divergence_type: unless it is reverse_kl, rewards in the",
+        ),
+        (
+            "dpo",
+            {"f_alpha_divergence_coef": 0.5},
+            "f_alpha_divergence_coef: divergence_alpha is 1 minus it",
+        ),
+        (
+            "dpo",
+            {"truncation_mode": "keep_end"},
+            "truncation_mode: keep_end leaves both completions of a pair the",
+        ),
+        (
+            "sft",
+            {"lr_scheduler_type": "constant", "warmup_ratio": 0.1},
+            "warmup: none; transformers' constant",
+        ),
+        (
+            "sft",
+            {"dtype": "float32"},
+            "dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false",
+        ),
+        (
+            "online_dpo",
+            {"gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps: the gradient is the mean",
+        ),
         ("online_dpo", {"temperature": 0.9}, "temperature: of the log-probs in the loss, too"),
         ("distill", {"temperature": 0.9}, "temperature: of the sampler; of both distributions too"),
-        ("sft", {"num_train_epochs": 2}, "duration: the last batch of an epoch takes rows of the next one"),
-        ("dpo", {"max_steps": 9}, "duration: the last batch of an epoch takes rows of the next one"),
-        ("dpo", {"eval_strategy": "steps"}, "eval_strategy: means are over all held-out tokens, pairs or completions"),
-        ("sft", {"neftune_noise_alpha": 5}, "neftune_noise_alpha: scaled by the length of each sequence"),
-        ("sft", {"completion_only_loss": True}, "completion_only_loss: of a completion of several messages only the"),
-        ("sft", {"assistant_only_loss": True}, "assistant_only_loss: of a prompt and completion only the completion"),
-        ("online_dpo", {"max_length": 512}, "max_length: max_prompt_length limits the prompt, and max_tokens the"),
-        ("grpo", {"steps_per_generation": 2}, "steps_per_generation: a step takes whole groups, drawn anew"),
-        ("grpo", {"use_bias_correction_kl": True}, "use_bias_correction_kl: by the ratio of each token"),
-        ("rloo", {"mask_truncated_completions": True}, "mask_truncated_completions: what was cut counts in no mean"),
-        ("sft", {"packing_strategy": "wrapped"}, "packing_strategy: a row longer than max_length is cut"),
+        (
+            "sft",
+            {"num_train_epochs": 2},
+            "duration: the last batch of an epoch takes rows of the next one",
+        ),
+        (
+            "dpo",
+            {"max_steps": 9},
+            "duration: the last batch of an epoch takes rows of the next one",
+        ),
+        (
+            "dpo",
+            {"eval_strategy": "steps"},
+            "eval_strategy: means are over all held-out tokens, pairs or completions",
+        ),
+        (
+            "sft",
+            {"neftune_noise_alpha": 5},
+            "neftune_noise_alpha: scaled by the length of each sequence",
+        ),
+        (
+            "sft",
+            {"completion_only_loss": True},
+            "completion_only_loss: of a completion of several messages only the",
+        ),
+        (
+            "sft",
+            {"assistant_only_loss": True},
+            "assistant_only_loss: of a prompt and completion only the completion",
+        ),
+        (
+            "online_dpo",
+            {"max_length": 512},
+            "max_length: max_prompt_length limits the prompt, and max_tokens the",
+        ),
+        (
+            "grpo",
+            {"steps_per_generation": 2},
+            "steps_per_generation: a step takes whole groups, drawn anew",
+        ),
+        (
+            "grpo",
+            {"use_bias_correction_kl": True},
+            "use_bias_correction_kl: by the ratio of each token",
+        ),
+        (
+            "rloo",
+            {"mask_truncated_completions": True},
+            "mask_truncated_completions: what was cut counts in no mean",
+        ),
+        (
+            "sft",
+            {"packing_strategy": "wrapped"},
+            "packing_strategy: a row longer than max_length is cut",
+        ),
         ("sft", {"load_in_4bit": True, "use_peft": True}, "load_in_4bit: adapters stay float32"),
         ("kto", {"loss_type": "bco"}, "loss_type: bco weighs no completion by its prompt"),
-        ("sft", {"save_steps": 50}, "keep: the 2 newest checkpoints; TRL keeps all without save_total_limit"),
+        (
+            "sft",
+            {"save_steps": 50},
+            "keep: the 2 newest checkpoints; TRL keeps all without save_total_limit",
+        ),
     ],
 )
 def test_what_a_value_does_otherwise_is_told(recipe, given, told):
@@ -734,7 +1098,9 @@ def test_the_batch_counts_the_ranks_of_this_run(monkeypatch):
 )
 def test_the_batch_counts_ranks_that_compute_the_same_rows_once(words, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
-    (file := tmp_path / "trl.yaml").write_text("per_device_train_batch_size: 2\ngradient_accumulation_steps: 3\n")
+    (file := tmp_path / "trl.yaml").write_text(
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 3\n"
+    )
     fields, left, out = read("dpo", settings_of("dpo"), ["--config", str(file), *words])
     assert (fields["batch_size"], left, out.refused) == (2 * 3 * 4, words, {})
     file.write_text(f"{file.read_text()}parallel: {{tp_size: 4}}\n")

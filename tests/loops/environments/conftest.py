@@ -11,8 +11,24 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 SPECIAL = [
-    *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-    *("<|endoftext|>", "<start_of_turn>", "<end_of_turn>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"),
+    *(
+        "<s>",
+        "</s>",
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+    ),
+    *(
+        "<|endoftext|>",
+        "<start_of_turn>",
+        "<end_of_turn>",
+        "<|end|>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+    ),
 ]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -21,7 +37,9 @@ CHATML = (
 
 
 class Scripted:
-    """Says one text after the other in each conversation, with an end token, at version 3 and then 4 within each."""
+    """Says one text after the other in each conversation, with an end token, at version 3 and then
+    4 within each.
+    """
 
     overlaps, stored = True, False
 
@@ -34,9 +52,14 @@ class Scripted:
     async def sample(self, request):
         self.asked.append(request)
         (index,) = request.indices
-        said = self.script(index, request.turn) if callable(self.script) else self.script[request.turn]
+        said = (
+            self.script(index, request.turn) if callable(self.script) else self.script[request.turn]
+        )
         tokens = [*self.tokenizer(said, add_special_tokens=False)["input_ids"], *self.end]
-        finish, tokens = ("length" if len(tokens) > request.sampling.max_tokens else self.finish), tokens
+        finish, tokens = (
+            ("length" if len(tokens) > request.sampling.max_tokens else self.finish),
+            tokens,
+        )
         tokens = tokens[: request.sampling.max_tokens]
         middle = len(tokens) // 2
         await asyncio.sleep(0)
@@ -68,7 +91,9 @@ class Scripted:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer():
-    """One token per byte, and some of two, so that text that is tokenized again could come out otherwise."""
+    """One token per byte, and some of two, so that text that is tokenized again could come out
+    otherwise.
+    """
 
     def build(template=CHATML):
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -77,7 +102,9 @@ def byte_tokenizer():
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         core.decoder = decoders.ByteLevel()
         core.add_special_tokens(SPECIAL)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<|im_end|>")
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=core, bos_token="<s>", eos_token="<|im_end|>"
+        )
         tokenizer.chat_template = template
         return tokenizer
 

@@ -4,7 +4,10 @@ import pytest
 from burnish.data.chat import Encoder
 from burnish.loops.environments import ChatTurns
 
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+}
 TEMPLATES = {
     "llama3": (
         "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
@@ -52,7 +55,9 @@ def built(tokenizer, turns, conversation):
 
 
 def conversation(role):
-    """Two answers; what is said would merge with its neighbors if it were tokenized together with them."""
+    """Two answers; what is said would merge with its neighbors if it were tokenized together with
+    them.
+    """
     return [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "in 10"},
@@ -64,7 +69,9 @@ def conversation(role):
 
 @pytest.mark.parametrize("name", ["llama3", "chatml"])
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_a_conversation_built_turn_by_turn_is_the_templates_rendering_of_it(name, role, byte_tokenizer):
+def test_a_conversation_built_turn_by_turn_is_the_templates_rendering_of_it(
+    name, role, byte_tokenizer
+):
     tokenizer = byte_tokenizer(TEMPLATES[name]) if name != "chatml" else byte_tokenizer()
     turns = ChatTurns(Encoder(tokenizer))
     assert built(tokenizer, turns, conversation(role)) == chat(tokenizer, conversation(role))
@@ -76,7 +83,9 @@ def test_so_it_is_with_templates_in_use(name, byte_tokenizer, templates_of_the_p
     role = OTHERS.get(name, "tool")
     options = {"tools": [TOOL]} if role == "tool" else {}
     turns = ChatTurns(Encoder(tokenizer), options)
-    assert built(tokenizer, turns, conversation(role)) == chat(tokenizer, conversation(role), **options)
+    assert built(tokenizer, turns, conversation(role)) == chat(
+        tokenizer, conversation(role), **options
+    )
 
 
 def test_several_results_are_rendered_together(byte_tokenizer, templates_of_the_peer):
@@ -85,27 +94,41 @@ def test_several_results_are_rendered_together(byte_tokenizer, templates_of_the_
     turns = ChatTurns(Encoder(tokenizer))
     asked, answer = conversation("tool")[:2]
     results = [{"role": "tool", "name": "f", "content": content} for content in ("one", "two")]
-    ids = [*turns.prompt([asked]), *Encoder(tokenizer).bare(answer["content"]), *turns.suffix(results)]
+    ids = [
+        *turns.prompt([asked]),
+        *Encoder(tokenizer).bare(answer["content"]),
+        *turns.suffix(results),
+    ]
     assert ids == chat(tokenizer, [asked, answer, *results])
     assert tokenizer.decode(ids).count("<|im_start|>user") == 2
 
 
 def test_the_end_token_is_the_templates_and_not_always_the_tokenizers(byte_tokenizer):
     tokenizer = byte_tokenizer(TEMPLATES["llama3"])
-    assert ChatTurns(Encoder(tokenizer)).end == tokenizer.convert_tokens_to_ids("<|eot_id|>") != tokenizer.eos_token_id
+    assert (
+        ChatTurns(Encoder(tokenizer)).end
+        == tokenizer.convert_tokens_to_ids("<|eot_id|>")
+        != tokenizer.eos_token_id
+    )
 
 
 def test_blanks_that_a_template_writes_before_the_end_are_not_repeated(byte_tokenizer):
     tokenizer = byte_tokenizer(TEMPLATES["space_before_the_end"])
     turns = ChatTurns(Encoder(tokenizer))
-    assert tokenizer.decode(turns.suffix([{"role": "user", "content": "more"}])) == "</s>[INST] more [/INST]"
+    assert (
+        tokenizer.decode(turns.suffix([{"role": "user", "content": "more"}]))
+        == "</s>[INST] more [/INST]"
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("no_end", "ends the assistant's message without an end token"),
-        ("thinks_at_the_end", "renders the beginning of a conversation in another way when more follows"),
+        (
+            "thinks_at_the_end",
+            "renders the beginning of a conversation in another way when more follows",
+        ),
         ("counts", "renders the beginning of a conversation in another way when more follows"),
     ],
 )

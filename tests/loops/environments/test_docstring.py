@@ -22,13 +22,34 @@ def test_the_environment_of_the_docstring_needs_no_column_prompt(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_games.py").write_text(code)
     data = write_rows(tmp_path / "numbers.jsonl", [{"number": 1}])
-    flags = ["--model", str(save_model(tmp_path / "model")), "--data", str(data), "--environment", environment]
+    flags = [
+        "--model",
+        str(save_model(tmp_path / "model")),
+        "--data",
+        str(data),
+        "--environment",
+        environment,
+    ]
     assert main(["data", "grpo", *flags]) == 0
     assert "numbers.jsonl: 1 rows read, 1 kept" in capsys.readouterr().out
-    sampling = ["--prompts_per_rollout", "1", "--group_size", "2", "--max_tokens", "4", "--steps", "1"]
-    held_out = ["--eval_data", str(write_rows(tmp_path / "held_out.jsonl", [{"number": 2}, {"number": 3}]))]
+    sampling = [
+        "--prompts_per_rollout",
+        "1",
+        "--group_size",
+        "2",
+        "--max_tokens",
+        "4",
+        "--steps",
+        "1",
+    ]
+    held_out = [
+        "--eval_data",
+        str(write_rows(tmp_path / "held_out.jsonl", [{"number": 2}, {"number": 3}])),
+    ]
     assert main(["grpo", *flags, "--output", str(tmp_path / "run"), *sampling, *held_out]) == 0
-    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()
+    ]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     asked = [{"role": "user", "content": "Double 1."}]
     prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)

@@ -23,12 +23,18 @@ def play(game, said, row, strategy):
 
 
 def games(low, high):
-    return [{"prompt": [], "low": low, "high": high, "secret": secret} for secret in range(low, high + 1)]
+    return [
+        {"prompt": [], "low": low, "high": high, "secret": secret}
+        for secret in range(low, high + 1)
+    ]
 
 
 @pytest.mark.parametrize("numbers", [1, 2, 3, 4, 7, 8, 31, 32, 100])
 def test_asking_for_the_middle_always_earns_1(numbers, said):
-    found = [play(GuessNumber(), said, row, lambda low, high: (low + high) // 2) for row in games(5, 4 + numbers)]
+    found = [
+        play(GuessNumber(), said, row, lambda low, high: (low + high) // 2)
+        for row in games(5, 4 + numbers)
+    ]
     assert {reward for reward, _ in found} == {1.0}
     assert max(guesses for _, guesses in found) == optimal_guesses(numbers)
 
@@ -38,7 +44,9 @@ def test_nothing_does_better_than_the_optimum():
     def worst_case(numbers):
         if numbers == 0:
             return 0
-        return 1 + min(max(worst_case(below), worst_case(numbers - 1 - below)) for below in range(numbers))
+        return 1 + min(
+            max(worst_case(below), worst_case(numbers - 1 - below)) for below in range(numbers)
+        )
 
     assert [optimal_guesses(n) for n in range(70)] == [worst_case(n) for n in range(70)]
 
@@ -78,12 +86,19 @@ def test_a_game_in_tokens(tokenizer, turns, scripted, request_for):
     source = scripted(tokenizer, ["4", "2", "3"])
     conversations = MultiTurnSource(source, GuessNumber, lambda task: row, turns)
     (sample,) = asyncio.run(conversations.sample(request_for()))
-    assert sample.finish == "stop" and sample.info["environment_reward"] == 1.0 and sample.info["won"] == 1
+    assert (
+        sample.finish == "stop"
+        and sample.info["environment_reward"] == 1.0
+        and sample.info["won"] == 1
+    )
     assert [m["content"] for m in sample.info["messages"]] == ["4", "lower", "2", "higher", "3"]
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"guess_number: guesses must be >= 1, so that the game can be won, got 0.5"):
+    with pytest.raises(
+        ValueError,
+        match=r"guess_number: guesses must be >= 1, so that the game can be won, got 0.5",
+    ):
         GuessNumber(guesses=0.5)
     with pytest.raises(ValueError, match="guess_rows: wanted low <= high, got 2 and 1"):
         guess_rows(1, low=2, high=1)

@@ -27,19 +27,25 @@ class Echo:
 
     def step(self, answer):
         self.heard.append(answer.text)
-        return Step(f"you said {answer.text}", len(self.heard) == self.ends_after, self.reward, {"heard": 1})
+        return Step(
+            f"you said {answer.text}", len(self.heard) == self.ends_after, self.reward, {"heard": 1}
+        )
 
 
 @pytest.fixture
 def talk(turns):
     def run(source, make, request, *, row=ROW, turns=turns, limit=8, **limits):
-        conversations = MultiTurnSource(source, make, lambda task: row, turns, Limits(limit, **limits))
+        conversations = MultiTurnSource(
+            source, make, lambda task: row, turns, Limits(limit, **limits)
+        )
         return asyncio.run(conversations.sample(request)), conversations
 
     return run
 
 
-def test_a_conversation_is_one_sample_of_what_was_sampled_and_said(tokenizer, turns, scripted, request_for, talk):
+def test_a_conversation_is_one_sample_of_what_was_sampled_and_said(
+    tokenizer, turns, scripted, request_for, talk
+):
     source = scripted(tokenizer, ["he 10", "in", "end"])
     (sample,), _ = talk(source, Echo, request_for(5, task=2))
     check_sample(sample)
@@ -61,11 +67,15 @@ def test_a_conversation_is_one_sample_of_what_was_sampled_and_said(tokenizer, tu
     assert sample.text == "he 10\nin\nend"
 
 
-def test_it_is_what_the_template_renders_of_the_messages(tokenizer, turns, scripted, request_for, talk):
+def test_it_is_what_the_template_renders_of_the_messages(
+    tokenizer, turns, scripted, request_for, talk
+):
     (sample,), _ = talk(scripted(tokenizer, ["he 10", "in", "end"]), Echo, request_for())
     rendered = turns.encoder.chat([*PROMPT, *sample.info["messages"]], {})
     assert rendered[: len(sample.prompt) + len(sample.tokens)] == [*sample.prompt, *sample.tokens]
-    assert [message["role"] for message in sample.info["messages"]] == ["assistant", "user"] * 2 + ["assistant"]
+    assert [message["role"] for message in sample.info["messages"]] == ["assistant", "user"] * 2 + [
+        "assistant"
+    ]
 
 
 def test_each_turn_is_asked_with_everything_so_far(tokenizer, scripted, request_for, talk):
@@ -74,11 +84,20 @@ def test_each_turn_is_asked_with_everything_so_far(tokenizer, scripted, request_
     whole = [*sample.prompt, *sample.tokens]
     assert [request.turn for request in source.asked] == [0, 1, 2]
     for request in source.asked:
-        assert (request.task, request.indices, request.key, request.sampling.temperature) == (7, [3], 11, 0.5)
+        assert (request.task, request.indices, request.key, request.sampling.temperature) == (
+            7,
+            [3],
+            11,
+            0.5,
+        )
         assert list(request.prompt) == whole[: len(request.prompt)]
     assert len({request.seed(3) for request in source.asked}) == 3
     begins = [len(request.prompt) for request in source.asked]
-    starts = [t for t, sampled in enumerate(sample.trained) if sampled and (t == 0 or not sample.trained[t - 1])]
+    starts = [
+        t
+        for t, sampled in enumerate(sample.trained)
+        if sampled and (t == 0 or not sample.trained[t - 1])
+    ]
     assert begins == [len(sample.prompt) + start for start in starts]
 
 
@@ -90,7 +109,11 @@ def test_sampled_tokens_are_never_tokenized_again(tokenizer, turns, scripted, re
             (sample,) = await super().sample(request)
             tokens = [tokenizer.convert_tokens_to_ids(letter) for letter in ("h", "e")]
             sample.tokens = [*tokens, turns.end]
-            sample.trained, sample.logprobs, sample.spans = [True] * 3, [-1.0] * 3, [VersionSpan(0, 0, 3)]
+            sample.trained, sample.logprobs, sample.spans = (
+                [True] * 3,
+                [-1.0] * 3,
+                [VersionSpan(0, 0, 3)],
+            )
             sample.text = "he"
             return [sample]
 
@@ -113,7 +136,9 @@ def test_spans_follow_their_tokens(tokenizer, turns, scripted, request_for, talk
     assert covered == {t for t, sampled in enumerate(sample.trained) if sampled}
 
 
-def test_conversations_of_a_group_run_at_the_same_time_and_keep_their_order(tokenizer, scripted, request_for, talk):
+def test_conversations_of_a_group_run_at_the_same_time_and_keep_their_order(
+    tokenizer, scripted, request_for, talk
+):
     together = asyncio.Barrier(3)
 
     class Waits(Echo):
@@ -122,7 +147,9 @@ def test_conversations_of_a_group_run_at_the_same_time_and_keep_their_order(toke
             await asyncio.sleep(0.05 / (answer.index + 1))
             return super().step(answer)
 
-    samples, _ = talk(scripted(tokenizer, lambda index, turn: f"{index}.{turn}"), Waits, request_for(4, 1, 2))
+    samples, _ = talk(
+        scripted(tokenizer, lambda index, turn: f"{index}.{turn}"), Waits, request_for(4, 1, 2)
+    )
     assert [sample.index for sample in samples] == [4, 1, 2]
     assert [sample.text for sample in samples] == [f"{i}.0\n{i}.1\n{i}.2" for i in (4, 1, 2)]
 
@@ -138,7 +165,9 @@ def test_no_reward_is_none_and_what_is_no_number_is_told_and_neither_is_0(
     reward, tokenizer, scripted, request_for, talk
 ):
     (sample,), _ = talk(scripted(tokenizer, ["a"]), lambda: Echo(1, reward), request_for())
-    assert sample.info["environment_reward"] == {None: None, "good": "not a number"}.get(reward, "nan")
+    assert sample.info["environment_reward"] == {None: None, "good": "not a number"}.get(
+        reward, "nan"
+    )
 
 
 def test_a_turn_without_a_reward_is_left_out_and_one_that_fails_leaves_the_whole_unknown(
@@ -156,7 +185,9 @@ def test_a_turn_without_a_reward_is_left_out_and_one_that_fails_leaves_the_whole
         assert sample.info["turn_rewards"] == ["nan" if r != r else r for r in rewards]
 
 
-@pytest.mark.parametrize("number", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5), np.int64(2)])
+@pytest.mark.parametrize(
+    "number", [np.float64(0.5), np.float32(0.5), torch.tensor(0.5), np.int64(2)]
+)
 def test_counts_become_plain_numbers(number, tokenizer, scripted, request_for, talk):
     class Counts(Echo):
         def step(self, answer):
@@ -167,7 +198,10 @@ def test_counts_become_plain_numbers(number, tokenizer, scripted, request_for, t
 
 
 def test_a_count_that_is_no_number_is_refused_by_name(tokenizer, scripted, request_for, talk):
-    for count, message in (("two", "counts\\['found'\\] must be a number, .* got 'two'"), ({1}, "counts.* got set")):
+    for count, message in (
+        ("two", "counts\\['found'\\] must be a number, .* got 'two'"),
+        ({1}, "counts.* got set"),
+    ):
 
         class Counts(Echo):
             def step(self, answer, count=count):
@@ -178,16 +212,23 @@ def test_a_count_that_is_no_number_is_refused_by_name(tokenizer, scripted, reque
 
 
 @pytest.mark.parametrize("name", ["turns", "turn_rewards", "messages", "environment_reward"])
-def test_a_count_does_not_change_what_is_known_of_the_conversation(name, tokenizer, scripted, request_for, talk):
+def test_a_count_does_not_change_what_is_known_of_the_conversation(
+    name, tokenizer, scripted, request_for, talk
+):
     class Counts(Echo):
         def step(self, answer):
             return super().step(answer)._replace(counts={name: 1})
 
-    with pytest.raises(ValueError, match=rf"counts\['{name}'\]: sample.info has a {name} of its own; .* another name"):
+    with pytest.raises(
+        ValueError,
+        match=rf"counts\['{name}'\]: sample.info has a {name} of its own; .* another name",
+    ):
         talk(scripted(tokenizer, ["a", "b", "c"]), Counts, request_for())
 
 
-@pytest.mark.parametrize(("most", "finish"), [(1, "length"), (2, "length"), (3, "stop"), (8, "stop")])
+@pytest.mark.parametrize(
+    ("most", "finish"), [(1, "length"), (2, "length"), (3, "stop"), (8, "stop")]
+)
 def test_no_more_turns_than_the_limit(most, finish, tokenizer, scripted, request_for, talk):
     (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for(), limit=most)
     assert sample.info["turns"] == min(most, 3) and sample.finish == finish and sample.trained[-1]
@@ -195,30 +236,47 @@ def test_no_more_turns_than_the_limit(most, finish, tokenizer, scripted, request
 
 
 @pytest.mark.parametrize("tokens", range(1, 90, 4))
-def test_no_more_tokens_than_the_limit_and_no_reply_without_an_answer(tokens, tokenizer, scripted, request_for, talk):
-    (sample,), _ = talk(scripted(tokenizer, ["abc", "defgh", "end"]), Echo, request_for(), tokens=tokens)
+def test_no_more_tokens_than_the_limit_and_no_reply_without_an_answer(
+    tokens, tokenizer, scripted, request_for, talk
+):
+    (sample,), _ = talk(
+        scripted(tokenizer, ["abc", "defgh", "end"]), Echo, request_for(), tokens=tokens
+    )
     check_sample(sample)
     assert len(sample.tokens) <= tokens and sample.trained[-1]
-    assert sample.finish == ("stop" if sample.info["turns"] == 3 and sample.text.endswith("end") else "length")
+    assert sample.finish == (
+        "stop" if sample.info["turns"] == 3 and sample.text.endswith("end") else "length"
+    )
 
 
 @pytest.mark.parametrize("room", range(1, 90, 11))
-def test_a_conversation_ends_where_the_models_context_does(room, tokenizer, turns, scripted, request_for, talk):
+def test_a_conversation_ends_where_the_models_context_does(
+    room, tokenizer, turns, scripted, request_for, talk
+):
     source = scripted(tokenizer, ["abc", "defgh", "end"])
     source.context = len(turns.prompt(PROMPT)) + room
     (sample,), _ = talk(source, Echo, request_for())
     check_sample(sample)
     assert len(sample.tokens) <= room and sample.trained[-1]
-    assert all(len(asked.prompt) + asked.sampling.max_tokens <= source.context for asked in source.asked)
+    assert all(
+        len(asked.prompt) + asked.sampling.max_tokens <= source.context for asked in source.asked
+    )
     source.context -= room
-    with pytest.raises(ValueError, match=f"a prompt of {source.context} tokens, which leaves nothing of the model's"):
+    with pytest.raises(
+        ValueError,
+        match=f"a prompt of {source.context} tokens, which leaves nothing of the model's",
+    ):
         talk(source, Echo, request_for())
 
 
 def test_a_turn_that_is_cut_is_judged_and_is_the_last(tokenizer, scripted, request_for, talk):
     source = scripted(tokenizer, ["abcdefgh", "b", "c"])
     (sample,), _ = talk(source, Echo, request_for(max_tokens=4))
-    assert sample.finish == "length" and len(sample.tokens) == 4 and sample.info["turn_rewards"] == [0.5]
+    assert (
+        sample.finish == "length"
+        and len(sample.tokens) == 4
+        and sample.info["turn_rewards"] == [0.5]
+    )
 
 
 def test_the_templates_end_token_stops_a_turn(tokenizer, turns, scripted, request_for, talk):
@@ -227,7 +285,9 @@ def test_the_templates_end_token_stops_a_turn(tokenizer, turns, scripted, reques
     assert {request.sampling.stop for request in source.asked} == {(9, turns.end)}
 
 
-def test_another_end_token_that_was_sampled_stands_for_the_templates(tokenizer, turns, scripted, request_for, talk):
+def test_another_end_token_that_was_sampled_stands_for_the_templates(
+    tokenizer, turns, scripted, request_for, talk
+):
     other = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     source = scripted(tokenizer, ["a", "b", "c"], end="<|endoftext|>")
     (sample,), _ = talk(source, Echo, request_for(stop=(other,)))
@@ -235,7 +295,9 @@ def test_another_end_token_that_was_sampled_stands_for_the_templates(tokenizer, 
     assert sample.tokens[1 : 2 + len(suffix) - 1] == [other, *suffix[1:]]
 
 
-def test_an_answer_without_an_end_token_is_ended_by_the_templates(tokenizer, turns, scripted, request_for, talk):
+def test_an_answer_without_an_end_token_is_ended_by_the_templates(
+    tokenizer, turns, scripted, request_for, talk
+):
     (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"], end=None), Echo, request_for())
     assert sample.tokens[1] == turns.end and sample.trained[:2] == [True, False]
 
@@ -249,13 +311,21 @@ def test_an_environment_may_speak_in_tokens(tokenizer, scripted, request_for, ta
             self.heard.append(answer.tokens)
             return Step([7, 8], done=len(self.heard) == 2, reward=1)
 
-    (sample,), _ = talk(scripted(tokenizer, ["a", "b"], end=None), Tokens, request_for(), turns=None)
+    (sample,), _ = talk(
+        scripted(tokenizer, ["a", "b"], end=None), Tokens, request_for(), turns=None
+    )
     a, b = (tokenizer(letter)["input_ids"][0] for letter in "ab")
-    assert (sample.prompt, sample.tokens, sample.trained) == ([5, 6], [a, 7, 8, b], [True, False, False, True])
+    assert (sample.prompt, sample.tokens, sample.trained) == (
+        [5, 6],
+        [a, 7, 8, b],
+        [True, False, False, True],
+    )
 
 
 def test_messages_need_a_chat_template(tokenizer, scripted, request_for, talk):
-    with pytest.raises(ValueError, match="it speaks in messages; give MultiTurnSource the turns of a chat template"):
+    with pytest.raises(
+        ValueError, match="it speaks in messages; give MultiTurnSource the turns of a chat template"
+    ):
         talk(scripted(tokenizer, ["a"]), Echo, request_for(), turns=None)
 
 
@@ -267,7 +337,9 @@ def _hangs(self, answer):
     time.sleep(60)
 
 
-@pytest.mark.parametrize(("step", "kind", "seconds"), [(_fails, "error", 60.0), (_hangs, "timeout", 2.0)])
+@pytest.mark.parametrize(
+    ("step", "kind", "seconds"), [(_fails, "error", 60.0), (_hangs, "timeout", 2.0)]
+)
 def test_an_environment_that_fails_aborts_its_conversation_alone(
     step, kind, seconds, tokenizer, scripted, request_for, talk, caplog
 ):
@@ -279,7 +351,9 @@ def test_an_environment_that_fails_aborts_its_conversation_alone(
 
     begun = time.monotonic()
     with caplog.at_level(logging.WARNING):
-        samples, _ = talk(scripted(tokenizer, ["a", "b", "c"]), Sometimes, request_for(0, 1), seconds=seconds)
+        samples, _ = talk(
+            scripted(tokenizer, ["a", "b", "c"]), Sometimes, request_for(0, 1), seconds=seconds
+        )
     assert time.monotonic() - begun < 30
     assert [sample.finish for sample in samples] == ["stop", "aborted"]
     assert [sample.info["environment_reward"] for sample in samples] == [1.5, "aborted"]
@@ -288,9 +362,15 @@ def test_an_environment_that_fails_aborts_its_conversation_alone(
     assert f"environment: {kind} in step (task 0, completion 1)" in caplog.text
 
 
-def test_a_conversation_whose_source_gives_up_is_aborted(tokenizer, scripted, request_for, talk, caplog):
+def test_a_conversation_whose_source_gives_up_is_aborted(
+    tokenizer, scripted, request_for, talk, caplog
+):
     (sample,), _ = talk(scripted(tokenizer, ["a"], finish="aborted"), Echo, request_for())
-    assert sample.finish == "aborted" and sample.info["environment_reward"] == "aborted" and not caplog.text
+    assert (
+        sample.finish == "aborted"
+        and sample.info["environment_reward"] == "aborted"
+        and not caplog.text
+    )
 
 
 class Flaky(Echo):
@@ -333,9 +413,13 @@ def test_an_environment_that_cannot_begin_is_made_again(
 ):
     left = [failures]
     undisturbed, _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for(task=4))
-    samples, _ = talk(scripted(tokenizer, ["a", "b", "c"]), lambda: flaky(where, left), request_for(task=4))
+    samples, _ = talk(
+        scripted(tokenizer, ["a", "b", "c"]), lambda: flaky(where, left), request_for(task=4)
+    )
     assert samples == undisturbed
-    assert flaky.made == failures + 1 and flaky.closed == flaky.made - failures * (where == "constructor")
+    assert flaky.made == failures + 1 and flaky.closed == flaky.made - failures * (
+        where == "constructor"
+    )
     said = f"environment: error in {'its constructor' if where == 'constructor' else 'reset'} (task 4, completion 0)"
     assert caplog.text.count(said) == (failures > 0)
 
@@ -353,11 +437,18 @@ def test_a_conversation_whose_environment_cannot_begin_is_aborted_alone(
         return Echo()
 
     talked = {}
-    samples, conversations = talk(scripted(tokenizer, ["a", "b", "c"]), make, request_for(0, 1, 2), concurrency=1)
+    samples, conversations = talk(
+        scripted(tokenizer, ["a", "b", "c"]), make, request_for(0, 1, 2), concurrency=1
+    )
     assert [sample.finish for sample in samples] == ["aborted", "stop", "stop"]
     first, second, _ = samples
     assert first.prompt == second.prompt and first.tokens == first.spans == [] and first.text == ""
-    assert first.info == {"messages": [], "turn_rewards": [], "turns": 0, "environment_reward": "aborted"}
+    assert first.info == {
+        "messages": [],
+        "turn_rewards": [],
+        "turns": 0,
+        "environment_reward": "aborted",
+    }
     for sample in samples:
         check_sample(sample)
         assert from_record(to_record(sample)) == sample
@@ -380,12 +471,16 @@ def test_a_slow_reset_is_one_that_fails(flaky, tokenizer, scripted, request_for,
             return row["prompt"]
 
     ends = iter([1, 3])
-    (sample,), _ = talk(scripted(tokenizer, ["a"] * 3), lambda: Slow(next(ends)), request_for(), seconds=0.5)
+    (sample,), _ = talk(
+        scripted(tokenizer, ["a"] * 3), lambda: Slow(next(ends)), request_for(), seconds=0.5
+    )
     assert sample.finish == "stop" and sample.info["turns"] == 3
     assert "environment: timeout in reset (task 0, completion 0)" in caplog.text
 
 
-def test_environments_that_fail_at_times_leave_nothing_open(flaky, tokenizer, turns, scripted, request_for):
+def test_environments_that_fail_at_times_leave_nothing_open(
+    flaky, tokenizer, turns, scripted, request_for
+):
     """2,000 conversations, of whose resets one in a hundred fails."""
     rng, opened = random.Random(0), []
 
@@ -435,9 +530,18 @@ def test_conversations_of_one_task_must_begin_alike(tokenizer, scripted, request
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: type("Silent", (Echo,), {"step": lambda self, answer: Step()})(), "observed nothing and is not done"),
-        (lambda: type("Blank", (Echo,), {"reset": lambda self, row: []})(), "gave task 0 an empty prompt"),
-        (lambda: type("Mute", (Echo,), {"reset": lambda self, row: ""})(), "gave task 0 an empty prompt"),
+        (
+            lambda: type("Silent", (Echo,), {"step": lambda self, answer: Step()})(),
+            "observed nothing and is not done",
+        ),
+        (
+            lambda: type("Blank", (Echo,), {"reset": lambda self, row: []})(),
+            "gave task 0 an empty prompt",
+        ),
+        (
+            lambda: type("Mute", (Echo,), {"reset": lambda self, row: ""})(),
+            "gave task 0 an empty prompt",
+        ),
         (
             lambda: type("Gym", (Echo,), {"step": lambda self, answer: ("lower", 0.5)})(),
             r"step returned \('lower', 0.5\)",
@@ -456,7 +560,9 @@ def test_a_source_that_answers_something_else_is_an_error(tokenizer, scripted, r
             sample.index += 1
             return [sample]
 
-    with pytest.raises(SourceError, match=r"task 0: asked for its completions \[0\], got \[\(0, 1\)\]"):
+    with pytest.raises(
+        SourceError, match=r"task 0: asked for its completions \[0\], got \[\(0, 1\)\]"
+    ):
         talk(Mixed(tokenizer, ["a"]), Echo, request_for())
 
 
@@ -475,13 +581,26 @@ def test_an_answer_longer_than_asked_for_is_an_error(tokenizer, scripted, reques
     class Long(scripted):
         async def sample(self, request):
             (sample,) = await super().sample(request)
-            return [Sample(0, 0, sample.prompt, [1] * 9, [True] * 9, [-1.0] * 9, [VersionSpan(0, 0, 9)], "stop")]
+            return [
+                Sample(
+                    0,
+                    0,
+                    sample.prompt,
+                    [1] * 9,
+                    [True] * 9,
+                    [-1.0] * 9,
+                    [VersionSpan(0, 0, 9)],
+                    "stop",
+                )
+            ]
 
     with pytest.raises(SourceError, match="at most 5 tokens, got 9"):
         talk(Long(tokenizer, ["a"]), Echo, request_for(max_tokens=5))
 
 
-def test_weights_and_versions_and_what_may_go_on_meanwhile_are_the_sources(tokenizer, scripted, turns):
+def test_weights_and_versions_and_what_may_go_on_meanwhile_are_the_sources(
+    tokenizer, scripted, turns
+):
     source = scripted(tokenizer, [])
     conversations = MultiTurnSource(source, Echo, lambda task: ROW, turns)
 
@@ -503,7 +622,9 @@ def test_limits_are_above_zero():
 
 
 @pytest.mark.parametrize(("limit", "most"), [(None, 9), (2, 2)])
-def test_no_more_environments_are_open_than_the_limit(limit, most, tokenizer, turns, scripted, request_for):
+def test_no_more_environments_are_open_than_the_limit(
+    limit, most, tokenizer, turns, scripted, request_for
+):
     opened, counts = [], []
 
     class Counted(Echo):
@@ -517,19 +638,27 @@ def test_no_more_environments_are_open_than_the_limit(limit, most, tokenizer, tu
             opened.remove(self)
 
     source = scripted(tokenizer, ["he", "in", "10"])
-    conversations = MultiTurnSource(source, Counted, lambda task: ROW, turns, Limits(concurrency=limit))
+    conversations = MultiTurnSource(
+        source, Counted, lambda task: ROW, turns, Limits(concurrency=limit)
+    )
 
     async def run():
-        return await asyncio.gather(*(conversations.sample(request_for(0, 1, 2, task=task)) for task in range(3)))
+        return await asyncio.gather(
+            *(conversations.sample(request_for(0, 1, 2, task=task)) for task in range(3))
+        )
 
     samples = [sample for group in asyncio.run(run()) for sample in group]
-    assert [(sample.task, sample.index) for sample in samples] == [(t, i) for t in range(3) for i in range(3)]
+    assert [(sample.task, sample.index) for sample in samples] == [
+        (t, i) for t in range(3) for i in range(3)
+    ]
     assert {sample.info["turns"] for sample in samples} == {3}
     assert max(counts) == most and not opened
 
 
 class Sandbox:
-    """What must be closed; it fails at times, and takes longer than it may. Its functions are plain."""
+    """What must be closed; it fails at times, and takes longer than it may. Its functions are
+    plain.
+    """
 
     def __init__(self, rng, opened):
         self.rng, self.inside, self.closed = rng, False, 0
@@ -595,7 +724,9 @@ def test_every_environment_is_closed_once_whatever_fails_and_whoever_gives_up(
 
     source = Unsteady(tokenizer, lambda index, turn: "a")
     limits = Limits(turns=4, seconds=0.2)
-    conversations = MultiTurnSource(source, lambda: kind(rng, opened), lambda task: ROW, turns, limits)
+    conversations = MultiTurnSource(
+        source, lambda: kind(rng, opened), lambda task: ROW, turns, limits
+    )
 
     async def given_up(group):
         for _ in range(rng.randrange(3)):
@@ -604,25 +735,33 @@ def test_every_environment_is_closed_once_whatever_fails_and_whoever_gives_up(
         return await asyncio.gather(group, return_exceptions=True)
 
     async def run():
-        groups = [asyncio.ensure_future(conversations.sample(request_for(0, 1, 2, task=task))) for task in range(100)]
+        groups = [
+            asyncio.ensure_future(conversations.sample(request_for(0, 1, 2, task=task)))
+            for task in range(100)
+        ]
         outcomes = await asyncio.gather(*map(given_up, groups))
         await conversations.close()
         return {type(outcome) for (outcome,) in outcomes}
 
     assert asyncio.run(run()) == {list, SourceLost, asyncio.CancelledError}
     end = time.monotonic() + 60
-    while any(not sandbox.closed or sandbox.inside for sandbox in opened) and time.monotonic() < end:
+    while (
+        any(not sandbox.closed or sandbox.inside for sandbox in opened) and time.monotonic() < end
+    ):
         time.sleep(0.01)  # those that were given up come back
     assert len(opened) > 100 and {sandbox.closed for sandbox in opened} == {1}
     assert all(f"environment: {kind} " in caplog.text for kind in ("timeout", "close"))
 
 
-def test_a_failed_conversation_ends_the_others_of_its_group(tokenizer, turns, scripted, request_for):
+def test_a_failed_conversation_ends_the_others_of_its_group(
+    tokenizer, turns, scripted, request_for
+):
     """Each of them is asked for again, and what goes on beside that would be asked for twice."""
 
     class Loses(scripted):
         async def sample(self, request):
-            if request.turn == 1:  # the others wait for the one that fails, however busy the machine is
+            # the others wait for the one that fails, however busy the machine is
+            if request.turn == 1:
                 if request.indices == [1]:
                     lost.set()
                     raise SourceLost("the server died")
@@ -631,7 +770,9 @@ def test_a_failed_conversation_ends_the_others_of_its_group(tokenizer, turns, sc
 
     lost = asyncio.Event()
     source = Loses(tokenizer, lambda index, turn: "a")
-    conversations = MultiTurnSource(source, lambda: Echo(50), lambda task: ROW, turns, Limits(60, tokens=10**6))
+    conversations = MultiTurnSource(
+        source, lambda: Echo(50), lambda task: ROW, turns, Limits(60, tokens=10**6)
+    )
 
     async def run():
         with pytest.raises(SourceLost):
@@ -699,7 +840,9 @@ def test_what_a_conversation_is_worth_is_asked_once_at_any_end(
     assert [environment.asked for environment in made] == [1]
 
 
-def test_the_rewards_of_the_turns_and_of_the_whole_are_summed(tokenizer, scripted, request_for, talk):
+def test_the_rewards_of_the_turns_and_of_the_whole_are_summed(
+    tokenizer, scripted, request_for, talk
+):
     for worth, expected in (
         (2, 3.5),
         (None, 1.5),
@@ -708,8 +851,13 @@ def test_the_rewards_of_the_turns_and_of_the_whole_are_summed(tokenizer, scripte
         ("good", "not a number"),
     ):
         source = scripted(tokenizer, ["a", "b", "c"])
-        (sample,), _ = talk(source, lambda worth=worth: Judged(worth=worth, reward=0.5), request_for())
-        assert sample.info["environment_reward"] == expected and sample.info["turn_rewards"] == [0.5] * 3
+        (sample,), _ = talk(
+            source, lambda worth=worth: Judged(worth=worth, reward=0.5), request_for()
+        )
+        assert (
+            sample.info["environment_reward"] == expected
+            and sample.info["turn_rewards"] == [0.5] * 3
+        )
 
 
 def test_one_that_fails_at_its_judgement_is_aborted_and_an_aborted_one_is_not_asked(
@@ -753,7 +901,9 @@ def test_token_ids_may_come_in_arrays(prompt, reply, tokenizer, scripted, reques
             self.heard.append(answer)
             return Step(reply, done=len(self.heard) == 2, reward=1)
 
-    (sample,), _ = talk(scripted(tokenizer, ["a", "b"], end=None), Tokens, request_for(), turns=None)
+    (sample,), _ = talk(
+        scripted(tokenizer, ["a", "b"], end=None), Tokens, request_for(), turns=None
+    )
     a, b = (tokenizer(letter)["input_ids"][0] for letter in "ab")
     assert (sample.prompt, sample.tokens) == ([5, 6], [a, 7, 8, b])
     assert {type(token) for token in sample.prompt + sample.tokens} == {int}
@@ -779,7 +929,8 @@ def test_counts_that_are_no_mapping_are_named(tokenizer, scripted, request_for, 
 
 
 @pytest.mark.parametrize(
-    "odd", [np.array(5), 5, b"text", {"role": "user", "content": "?"}, ["text"], [0.5], [{"text": "?"}]]
+    "odd",
+    [np.array(5), 5, b"text", {"role": "user", "content": "?"}, ["text"], [0.5], [{"text": "?"}]],
 )
 def test_an_observation_that_is_none_is_named(odd, tokenizer, scripted, request_for, talk):
     class Odd(Echo):
@@ -800,7 +951,13 @@ def test_what_an_environment_changes_is_not_trained_on(tokenizer, scripted, requ
 
         def step(self, answer):
             step = super().step(answer)
-            for ids in (answer.prompt, answer.tokens, answer.trained, answer.logprobs, answer.spans):
+            for ids in (
+                answer.prompt,
+                answer.tokens,
+                answer.trained,
+                answer.logprobs,
+                answer.spans,
+            ):
                 ids.clear()
             answer.finish = "length"
             return step
@@ -811,7 +968,9 @@ def test_what_an_environment_changes_is_not_trained_on(tokenizer, scripted, requ
     assert samples == expected and row == ROW
 
 
-def test_a_constructor_that_blocks_is_named(tokenizer, scripted, request_for, talk, caplog, monkeypatch):
+def test_a_constructor_that_blocks_is_named(
+    tokenizer, scripted, request_for, talk, caplog, monkeypatch
+):
     monkeypatch.setattr("burnish.loops.rollouts.event_loops._BLOCKS", 0.2)
     monkeypatch.setattr("burnish.loops.rollouts.event_loops._blocking", set())
 

@@ -45,26 +45,38 @@ def test_what_is_made_to_be_looked_at_is_closed_too(of, tmp_path, monkeypatch, t
     ("spec", "message"),
     [
         ("gues_number", "environment: no 'gues_number', did you mean 'guess_number'"),
-        ({"guess_number": {"guess": 3}}, "environment guess_number: no setting 'guess', did you mean 'guesses'"),
+        (
+            {"guess_number": {"guess": 3}},
+            "environment guess_number: no setting 'guess', did you mean 'guesses'",
+        ),
         ({"tools": {"tools": ["calculater"]}}, "tool: no 'calculater', did you mean 'calculator'"),
         ({"guess_number": {}, "tools": {}}, "wanted one name, got guess_number, tools"),
-        ("my_environment_here:Half", r"has no function step; wanted reset\(row\) and step\(completion\)"),
+        (
+            "my_environment_here:Half",
+            r"has no function step; wanted reset\(row\) and step\(completion\)",
+        ),
     ],
 )
 def test_mistakes_are_answered_with_what_was_meant(spec, message, tmp_path, monkeypatch):
-    (tmp_path / "my_environment_here.py").write_text("class Half:\n    def reset(self, row):\n        return []\n")
+    (tmp_path / "my_environment_here.py").write_text(
+        "class Half:\n    def reset(self, row):\n        return []\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=message):
         resolve_environment(spec)
 
 
-def test_a_task_of_reasoning_gym_is_a_conversation_of_one_turn(tokenizer, turns, scripted, request_for):
+def test_a_task_of_reasoning_gym_is_a_conversation_of_one_turn(
+    tokenizer, turns, scripted, request_for
+):
     pytest.importorskip("reasoning_gym")
     (row,) = reasoning_gym_rows("chain_sum", 1, seed=0)
     answers = [f"<answer>{row['answer']}</answer>", "<answer>-</answer>", ""]
     source = scripted(tokenizer, lambda index, turn: answers[index])
     make = resolve_environment("reasoning_gym")
-    samples = asyncio.run(MultiTurnSource(source, make, lambda task: row, turns).sample(request_for(0, 1, 2)))
+    samples = asyncio.run(
+        MultiTurnSource(source, make, lambda task: row, turns).sample(request_for(0, 1, 2))
+    )
     rewards = [sample.info["environment_reward"] for sample in samples]
     assert rewards[0] == 1.0 and rewards[1] < 0.5 and rewards[2] == 0.0
     assert all(sample.info["turns"] == 1 and all(sample.trained) for sample in samples)

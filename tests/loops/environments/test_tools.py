@@ -94,16 +94,31 @@ def test_several_calls_are_made_at_once_and_answered_in_order(said):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<tool_call>{'name': 1}</tool_call>", "error: the call is not JSON: Expecting property name"),
+        (
+            "<tool_call>{'name': 1}</tool_call>",
+            "error: the call is not JSON: Expecting property name",
+        ),
         ('<tool_call>{"name": "calculator"', "error: a call must end with </tool_call>"),
         ("<tool_call>[1]</tool_call>", 'error: a call is an object with "name" and "arguments"'),
-        ('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', 'error: "arguments" must be an object'),
-        ('<tool_call>{"name": "calculator", "arguments": "{"}</tool_call>', "error: the arguments are not JSON"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>',
+            'error: "arguments" must be an object',
+        ),
+        (
+            '<tool_call>{"name": "calculator", "arguments": "{"}</tool_call>',
+            "error: the arguments are not JSON",
+        ),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "error: the call is not JSON"),
-        (call("calculater", expression="1"), "error: no tool 'calculater', did you mean 'calculator'?"),
+        (
+            call("calculater", expression="1"),
+            "error: no tool 'calculater', did you mean 'calculator'?",
+        ),
         (call("xyz"), "error: no tool 'xyz'; there are calculator, sleep, wait"),
         (call("calculator"), "error: calculator: missing a required argument: 'expression'"),
-        (call("calculator", expression="1", precision=2), "error: calculator: got an unexpected keyword argument"),
+        (
+            call("calculator", expression="1", precision=2),
+            "error: calculator: got an unexpected keyword argument",
+        ),
         (call("wait", seconds=60), "error: wait took longer than 0.3 s"),
         (call("sleep", seconds=60), "error: sleep took longer than 0.3 s"),
     ],
@@ -118,7 +133,9 @@ def test_what_is_wrong_with_a_call_is_said_back_and_counted(text, message, tools
 
 
 def test_arguments_may_be_json_within_json():
-    assert parse_calls('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>') == [("f", {"x": 1}, "")]
+    assert parse_calls('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>') == [
+        ("f", {"x": 1}, "")
+    ]
 
 
 SLEEP_3 = "<function=sleep>\n<parameter=seconds>\n0.03\n</parameter>\n</function>"
@@ -128,7 +145,9 @@ def test_arguments_without_types_take_those_of_the_schema(tools, said):
     found = step(tools, said, f"<tool_call>\n{SLEEP_3}\n</tool_call>")
     assert found.observation == [{"role": "tool", "name": "sleep", "content": '{"slept": 0.03}'}]
     found = step(
-        tools, said, "<tool_call>calculator\n<arg_key>expression</arg_key><arg_value>7</arg_value></tool_call>"
+        tools,
+        said,
+        "<tool_call>calculator\n<arg_key>expression</arg_key><arg_value>7</arg_value></tool_call>",
     )
     assert found.observation[0]["content"] == "7"  # text, as the schema says
 
@@ -144,7 +163,10 @@ def test_arguments_without_types_take_those_of_the_schema(tools, said):
         ("[f(x=y)]", [("f", {}, "the arguments are not Python literals")]),
         ("[f(x=1]", []),
         ("[1, 2]", []),
-        (' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>', [("f", {"x": 1}, "")]),
+        (
+            ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}<|call|>',
+            [("f", {"x": 1}, "")],
+        ),
         (' to=functions.fcommentary json{"x": }', [("f", {}, "the arguments are not JSON")]),
         ("<tool_call><function=f></function></tool_call>", [("f", {}, "")]),
         (
@@ -162,7 +184,10 @@ def test_arguments_without_types_take_those_of_the_schema(tools, said):
         ('[{"name": "f"}]', []),
         ("[{]", []),
         ('[{"name": 3, "arguments": {}}]', []),
-        ('[TOOL_CALLS]f[ARGS]{"x": {"y": 1}}[TOOL_CALLS]g[ARGS]{}', [("f", {"x": {"y": 1}}, ""), ("g", {}, "")]),
+        (
+            '[TOOL_CALLS]f[ARGS]{"x": {"y": 1}}[TOOL_CALLS]g[ARGS]{}',
+            [("f", {"x": {"y": 1}}, ""), ("g", {}, "")],
+        ),
         ('f{"x": "} g"}g{"y": 2}', [("f", {"x": "} g"}, ""), ("g", {"y": 2}, "")]),
         ('The set{"x"} is small', []),
         ("[f(x=1), 2, g(1)]", []),
@@ -174,7 +199,9 @@ def test_arguments_without_types_take_those_of_the_schema(tools, said):
 )
 def test_calls_in_the_formats_of_other_families(text, calls):
     found = parse_calls(text)
-    assert [(name, arguments) for name, arguments, _ in found] == [(name, arguments) for name, arguments, _ in calls]
+    assert [(name, arguments) for name, arguments, _ in found] == [
+        (name, arguments) for name, arguments, _ in calls
+    ]
     assert all(
         problem.startswith(start) and bool(problem) == bool(start)
         for (*_, problem), (*_, start) in zip(found, calls, strict=True)
@@ -190,7 +217,9 @@ def test_calls_in_the_formats_of_other_families(text, calls):
     ],
 )
 def test_a_text_that_only_looks_like_calls_is_read_at_once(text):
-    """The event loop of all conversations reads it, and a policy may well say the same again and again."""
+    """The event loop of all conversations reads it, and a policy may well say the same again and
+    again.
+    """
     begun = time.process_time()
     assert all(problem for _, _, problem in parse_calls(text))
     assert time.process_time() - begun < 0.3
@@ -215,7 +244,9 @@ HALVES = [  # begins of calls, and what ends the last one
 ]
 
 
-@pytest.mark.parametrize("begin", ["", "call:a{", "<tool_call>f<arg_key>", "<tool_call><function=f>"])
+@pytest.mark.parametrize(
+    "begin", ["", "call:a{", "<tool_call>f<arg_key>", "<tool_call><function=f>"]
+)
 @pytest.mark.parametrize(("half", "end"), HALVES)
 def test_a_text_of_halves_of_calls_is_read_in_linear_time(half, end, begin):
     text = begin + half * (64_000 // len(half)) + end
@@ -224,7 +255,9 @@ def test_a_text_of_halves_of_calls_is_read_in_linear_time(half, end, begin):
     assert time.process_time() - begun < 1.0
 
 
-@pytest.mark.parametrize("text", ["[f(a={[]: 1})]", "[f(a=" + "-" * 5000 + "1)]", "[a" + ".b" * 5000 + "(c=1)]"])
+@pytest.mark.parametrize(
+    "text", ["[f(a={[]: 1})]", "[f(a=" + "-" * 5000 + "1)]", "[a" + ".b" * 5000 + "(c=1)]"]
+)
 def test_what_is_no_literal_is_said_back_or_is_no_call(text):
     assert all(problem for _, _, problem in parse_calls(text))
 
@@ -236,7 +269,9 @@ def test_a_text_in_quotes_without_an_end_is_said_back():
 
 
 def test_an_unclosed_call_does_not_swallow_the_next():
-    first, second = parse_calls('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call> and so on')
+    first, second = parse_calls(
+        '<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}</tool_call> and so on'
+    )
     assert first == ("", {}, "a call must end with </tool_call>") and second == ("g", {}, "")
 
 
@@ -269,7 +304,9 @@ def test_a_function_that_cannot_be_described_is_refused():
     def vague(x):
         return x
 
-    with pytest.raises(ValueError, match=r"tools: vague can't be described to the model.*type hint"):
+    with pytest.raises(
+        ValueError, match=r"tools: vague can't be described to the model.*type hint"
+    ):
         Tools([vague])
     with pytest.raises(ValueError, match="names must differ, got calculator, calculator"):
         Tools([calculator, calculator])
@@ -292,8 +329,14 @@ def test_tags_that_decoding_would_drop_are_refused(byte_tokenizer):
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [
-        ("gptoss", "turns: role tool: .*no previous assistant message with a tool call.*say it as 'user'"),
-        ("gemma4", "turns: the chat template leaves out messages of the role tool; say it as 'user'"),
+        (
+            "gptoss",
+            "turns: role tool: .*no previous assistant message with a tool call.*say it as 'user'",
+        ),
+        (
+            "gemma4",
+            "turns: the chat template leaves out messages of the role tool; say it as 'user'",
+        ),
     ],
 )
 def test_a_template_that_wants_the_call_before_its_result_is_refused_before_training(
@@ -311,21 +354,36 @@ def test_a_template_that_wants_the_call_before_its_result_is_refused_before_trai
 def test_calls_under_gemmas_template_come_back(byte_tokenizer, templates_of_the_peer, template):
     tokenizer = byte_tokenizer((templates_of_the_peer / f"{template}.jinja").read_text())
     arguments = {"city": 'Rome, {x} "y"', "days": 3, "deep": {"a": [1.5, "b:c"]}, "ok": True}
-    calls = [{"function": {"name": "weather", "arguments": arguments}}, {"function": {"name": "g", "arguments": {}}}]
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    calls = [
+        {"function": {"name": "weather", "arguments": arguments}},
+        {"function": {"name": "g", "arguments": {}}},
+    ]
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     written = text[text.index("<|tool_call>") : text.rindex("<tool_call|>") + len("<tool_call|>")]
     assert parse_calls(written) == [("weather", arguments, ""), ("g", {}, "")]
 
 
 def test_metrics_have_the_peers_names(tokenizer, turns, scripted, request_for):
-    scripts = {0: [call("calculator", expression="6 * 7"), "42"], 1: [call("nothing"), "41"], 2: ["40"]}
+    scripts = {
+        0: [call("calculator", expression="6 * 7"), "42"],
+        1: [call("nothing"), "41"],
+        2: ["40"],
+    }
     make = resolve_environment({"tools": {"tools": ["calculator"], "role": "user"}})
     source = scripted(tokenizer, lambda index, turn: scripts[index][turn])
-    conversations = MultiTurnSource(source, make, lambda task: {"prompt": [{"role": "user", "content": "?"}]}, turns)
+    conversations = MultiTurnSource(
+        source, make, lambda task: {"prompt": [{"role": "user", "content": "?"}]}, turns
+    )
     samples = asyncio.run(conversations.sample(request_for(0, 1, 2)))
     assert [sample.info["turns"] for sample in samples] == [2, 2, 1]
-    assert tool_metrics(samples) == {"tools/call_frequency": 2 / 3, "tools/failure_frequency": 1 / 2}
+    assert tool_metrics(samples) == {
+        "tools/call_frequency": 2 / 3,
+        "tools/failure_frequency": 1 / 2,
+    }
     assert tool_metrics(samples[2:]) == {"tools/call_frequency": 0.0} and tool_metrics([]) == {}
     assert samples[0].info["messages"][1] == {"role": "user", "name": "calculator", "content": "42"}
 

@@ -1,4 +1,6 @@
-"""Every causal language model of the `transformers` at hand, a small one: policy and sampler compute what it does."""
+"""Every causal language model of the `transformers` at hand, a small one: policy and sampler
+compute what it does.
+"""
 
 import pytest
 import torch
@@ -15,27 +17,40 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 SIZES = {
     **{name: value for name, value in _SMALL.items() if name != "head_dim"},
     **dict.fromkeys(("n_layer", "num_layers", "decoder_layers", "num_experts_per_tok"), 2),
-    **dict.fromkeys(("n_head", "num_heads", "decoder_attention_heads", "num_experts", "num_local_experts"), 4),
+    **dict.fromkeys(
+        ("n_head", "num_heads", "decoder_attention_heads", "num_experts", "num_local_experts"), 4
+    ),
     **dict.fromkeys(("n_routed_experts", "rotary_dim", "state_size"), 4),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "d_kv"), 8),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "moe_intermediate_size"), 16),
     **dict.fromkeys(("d_model", "n_embd"), 32),
     **dict.fromkeys(("n_inner", "ffn_dim", "decoder_ffn_dim", "d_ff"), 48),
-    **{"n_group": 1, "topk_group": 1, "hidden_act": "silu", "unpadded_vocab_size": _SMALL["vocab_size"]},
+    **{
+        "n_group": 1,
+        "topk_group": 1,
+        "hidden_act": "silu",
+        "unpadded_vocab_size": _SMALL["vocab_size"],
+    },
 }
 LARGEST = 30_000_000  # parameters, which a default that SIZES does not know may make
 
 
 def build(kind, **changes):
     default = AutoConfig.for_model(kind)
-    known = {n: v for n, v in {**SIZES, **changes}.items() if isinstance(getattr(default, n, ""), int | str | None)}
+    known = {
+        n: v
+        for n, v in {**SIZES, **changes}.items()
+        if isinstance(getattr(default, n, ""), int | str | None)
+    }
     known = {name: value for name, value in known.items() if hasattr(default, name)}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **known))
     size = sum(parameter.numel() for parameter in model.parameters())
     assert size < LARGEST, f"{size} parameters"
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **known), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **known), dtype=torch.float32
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.ndim > 1 else None
@@ -44,7 +59,9 @@ def build(kind, **changes):
 
 
 def make(kind):
-    """One with fewer heads for keys than for queries, or as many; skips what can't be made small by numbers alone."""
+    """One with fewer heads for keys than for queries, or as many; skips what can't be made small by
+    numbers alone.
+    """
     reasons = []
     for heads in (2, 4):
         try:
@@ -56,7 +73,9 @@ def make(kind):
 
 @torch.no_grad()
 def log_probs(model, prompt, tokens):
-    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[
+        0, len(prompt) - 1 : -1
+    ]
     return logits.double().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
@@ -75,10 +94,16 @@ def test_policy_and_sampler_compute_what_the_model_does(kind):
         for example in batch.examples
         for completion, trained in zip(example.completions, example.trained, strict=True)
     ]
-    torch.testing.assert_close(policy(batch).logprob.double(), torch.cat(expected), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        policy(batch).logprob.double(), torch.cat(expected), rtol=0, atol=1e-4
+    )
     sampling = SamplingParams(max_tokens=6, stop=(2,))
-    scheduler = RolloutScheduler(LocalSource(policy, version=0), [[5, 7, 9], [3, 4]], group_size=3, sampling=sampling)
+    scheduler = RolloutScheduler(
+        LocalSource(policy, version=0), [[5, 7, 9], [3, 4]], group_size=3, sampling=sampling
+    )
     with scheduler:
         for sample in [sample for group in scheduler.take(2) for sample in group]:
             expected = log_probs(model, sample.prompt, sample.tokens)
-            torch.testing.assert_close(torch.tensor(sample.logprobs).double(), expected, rtol=0, atol=1e-4)
+            torch.testing.assert_close(
+                torch.tensor(sample.logprobs).double(), expected, rtol=0, atol=1e-4
+            )

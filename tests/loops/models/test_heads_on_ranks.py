@@ -1,4 +1,6 @@
-"""The fused head on several ranks: whoever wraps it, log-probs, entropies and gradients are the plain model's."""
+"""The fused head on several ranks: whoever wraps it, log-probs, entropies and gradients are the
+plain model's.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,18 @@ import transformers
 import wrapped
 from burnish.kernels import passes
 from burnish.loops.models.policy import Policy
-from wrapped import EXAMPLES, TILES, VOCABULARY, ask, hidden_states, make_model, plain_head, plain_run, run, with_lora
+from wrapped import (
+    EXAMPLES,
+    TILES,
+    VOCABULARY,
+    ask,
+    hidden_states,
+    make_model,
+    plain_head,
+    plain_run,
+    run,
+    with_lora,
+)
 
 RANKS = 2
 EXACT = 1e-10
@@ -45,7 +58,9 @@ def assert_same(found, expected):
     assert found["gradients"].keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert gradient.abs().max() > 1e-6, name
-        torch.testing.assert_close(found["gradients"][name], gradient, rtol=EXACT, atol=EXACT, msg=name)
+        torch.testing.assert_close(
+            found["gradients"][name], gradient, rtol=EXACT, atol=EXACT, msg=name
+        )
 
 
 def assert_no_logits(found, *, ranks=RANKS):
@@ -65,13 +80,17 @@ def assert_no_logits(found, *, ranks=RANKS):
         ("fsdp, adapters", "lora"),
     ],
 )
-def test_data_parallel_ranks_find_what_one_process_finds_with_plain_logits(found, expected, scenario, kind):
+def test_data_parallel_ranks_find_what_one_process_finds_with_plain_logits(
+    found, expected, scenario, kind
+):
     assert_same(found[scenario], expected(kind))
     assert [(name, shape) for name, shape, _ in found[scenario]["weights"]] == FULL
     assert_no_logits(found[scenario])
 
 
-@pytest.mark.parametrize("unit", ["head in the root unit", "head as its own unit", "tied", "adapters", "bfloat16"])
+@pytest.mark.parametrize(
+    "unit", ["head in the root unit", "head as its own unit", "tied", "adapters", "bfloat16"]
+)
 def test_hooks_of_fsdp_gather_the_weight_for_the_kernel_and_for_nobody_else(found, unit):
     scenario = found[f"fsdp, {unit}"]
     assert [(name, shape) for name, shape, _ in scenario["weights"]] == FULL
@@ -83,7 +102,10 @@ def test_fsdp_has_no_cause_to_warn(found):
 
 
 def test_a_sharded_head_whose_hooks_did_not_fire_says_so(found):
-    assert "the weight is (Shard(dim=0),) and hidden states are plain" in found["fsdp, no hooks"]["error"]
+    assert (
+        "the weight is (Shard(dim=0),) and hidden states are plain"
+        in found["fsdp, no hooks"]["error"]
+    )
     assert "call what fully_shard was given (the policy)" in found["fsdp, no hooks"]["error"]
 
 
@@ -128,18 +150,28 @@ def test_a_fused_head_under_tensor_parallelism_still_gives_logits(found, scenari
     torch.testing.assert_close(found[scenario]["logits"], expected, rtol=0, atol=EXACT)
 
 
-@pytest.mark.parametrize("scenario", ["replicated weight", "replicated weight and states", "split weight"])
+@pytest.mark.parametrize(
+    "scenario", ["replicated weight", "replicated weight and states", "split weight"]
+)
 def test_a_head_on_a_mesh_answers_as_one_in_one_piece(found, scenario):
     expected = ask(plain_head(), hidden_states())
     torch.testing.assert_close(found[scenario]["values"], expected["values"], rtol=0, atol=EXACT)
     assert expected["gradients"].keys() == {"hidden", "weight", "bias"}
     for name, gradient in expected["gradients"].items():
-        torch.testing.assert_close(found[scenario]["gradients"][name], gradient, rtol=EXACT, atol=EXACT, msg=name)
+        torch.testing.assert_close(
+            found[scenario]["gradients"][name], gradient, rtol=EXACT, atol=EXACT, msg=name
+        )
 
 
 def test_gradients_lie_on_the_mesh_as_their_tensors_do(found):
-    layouts = {name: str(found["split weight"]["layouts"][name]) for name in ("hidden", "weight", "bias")}
-    assert layouts == {"hidden": "(Replicate(),)", "weight": "(Shard(dim=0),)", "bias": "(Shard(dim=0),)"}
+    layouts = {
+        name: str(found["split weight"]["layouts"][name]) for name in ("hidden", "weight", "bias")
+    }
+    assert layouts == {
+        "hidden": "(Replicate(),)",
+        "weight": "(Shard(dim=0),)",
+        "bias": "(Shard(dim=0),)",
+    }
     layouts = {name: str(layout) for name, layout in found["replicated weight"]["layouts"].items()}
     assert layouts == {"hidden": "None", "weight": "(Replicate(),)", "bias": "(Replicate(),)"}
 

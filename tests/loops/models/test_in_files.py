@@ -1,4 +1,6 @@
-"""Models that are sharded before their weights are read: each rank reads its part, and gets what it otherwise would."""
+"""Models that are sharded before their weights are read: each rank reads its part, and gets what it
+otherwise would.
+"""
 
 import json
 
@@ -33,9 +35,18 @@ def test_shards_read_from_files_are_those_of_a_whole_model_to_the_bit(found, cas
 @pytest.mark.parametrize(
     ("case", "line"),
     [
-        ("experts, plain", "MixtralForCausalLM: its files hold weights in another form, so every rank reads all"),
-        ("two tables, plain", "LlamaForCausalLM: its files hold weights in another form, so every rank reads all"),
-        ("llama, dora", "lora: these adapters are made of the model's weights, so every rank reads all of them"),
+        (
+            "experts, plain",
+            "MixtralForCausalLM: its files hold weights in another form, so every rank reads all",
+        ),
+        (
+            "two tables, plain",
+            "LlamaForCausalLM: its files hold weights in another form, so every rank reads all",
+        ),
+        (
+            "llama, dora",
+            "lora: these adapters are made of the model's weights, so every rank reads all of them",
+        ),
     ],
 )
 def test_what_can_not_be_read_in_parts_is_read_whole_and_says_so(found, case, line):

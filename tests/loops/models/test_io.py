@@ -8,7 +8,13 @@ import torch
 from burnish.loops.batch import collate
 from burnish.loops.config import Common, Lora
 from burnish.loops.models.activations import sequence_lengths
-from burnish.loops.models.io import load_classifier, load_model, load_tokenizer, named_weights, save_model
+from burnish.loops.models.io import (
+    load_classifier,
+    load_model,
+    load_tokenizer,
+    named_weights,
+    save_model,
+)
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer
 from burnish.loops.train.optimizers import make_optimizer
@@ -83,7 +89,10 @@ VARIANTS = {
     "modules to save": {"modules_to_save": ["embed_tokens", "lm_head"]},
     "pissa": {"init_lora_weights": "pissa"},
     "olora": {"init_lora_weights": "olora"},
-    "gaussian with ranks": {"init_lora_weights": "gaussian", "kwargs": {"rank_pattern": {"q_proj": 5}, "bias": "all"}},
+    "gaussian with ranks": {
+        "init_lora_weights": "gaussian",
+        "kwargs": {"rank_pattern": {"q_proj": 5}, "bias": "all"},
+    },
     "a parameter": {"target_parameters": ["mlp.up_proj.weight"], "target_modules": ["q_proj"]},
     "new tokens": {"kwargs": {"trainable_token_indices": [3, 7]}},
 }
@@ -91,7 +100,9 @@ VARIANTS = {
 
 @pytest.mark.filterwarnings("ignore")  # peft, of variants
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_merged_adapters_of_each_kind_are_the_trained_model_and_alone_load_again(variant, start, tmp_path, caplog):
+def test_merged_adapters_of_each_kind_are_the_trained_model_and_alone_load_again(
+    variant, start, tmp_path, caplog
+):
     fields = {"r": 3, **VARIANTS[variant]}
     policy = Policy(load_model(config(start, lora=Lora(**fields))))
     trainable = [name for name, parameter in policy.named_parameters() if parameter.requires_grad]
@@ -109,29 +120,45 @@ def test_merged_adapters_of_each_kind_are_the_trained_model_and_alone_load_again
     torch.testing.assert_close(loaded(batch).logprob, trained, rtol=0, atol=1e-5)
     torch.testing.assert_close(policy(batch).logprob, trained, rtol=0, atol=0)
     if variant == "dora on the head":
-        assert not policy.fused and "full logits: output head carries an adapter other than plain LoRA" in caplog.text
+        assert (
+            not policy.fused
+            and "full logits: output head carries an adapter other than plain LoRA" in caplog.text
+        )
     else:
         assert policy.fused
     again = Policy(load_model(config(start, lora=Lora(path=str(tmp_path / "adapter")))))
     torch.testing.assert_close(again(batch).logprob, trained, rtol=0, atol=1e-5)
-    trains = [sorted(n for n, p in each.named_parameters() if p.requires_grad) for each in (policy, again)]
+    trains = [
+        sorted(n for n, p in each.named_parameters() if p.requires_grad) for each in (policy, again)
+    ]
     assert trains[0] == trains[1] == sorted(trainable)
 
 
 def test_rslora_scales_by_the_root_of_the_rank(start):
     model = load_model(config(start, lora=Lora(r=4, alpha=8, use_rslora=True)))
-    assert model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").scaling == {"default": 4.0}
+    assert model.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").scaling == {
+        "default": 4.0
+    }
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"r": 2, "kwargs": {"rank_patern": {}}}, "lora.kwargs: no setting 'rank_patern', did you mean 'rank_pattern'"),
+        (
+            {"r": 2, "kwargs": {"rank_patern": {}}},
+            "lora.kwargs: no setting 'rank_patern', did you mean 'rank_pattern'",
+        ),
         ({"r": 2, "kwargs": {"r": 4}}, "lora.kwargs: r is a field of lora"),
-        ({"r": 2, "kwargs": {"lora_bias": True}}, "lora.kwargs: lora_bias can't be merged into a plain model"),
+        (
+            {"r": 2, "kwargs": {"lora_bias": True}},
+            "lora.kwargs: lora_bias can't be merged into a plain model",
+        ),
         ({"r": 2, "path": "x"}, "lora.r: the adapter in x has its own rank"),
         ({"path": "x"}, "lora.path: x holds no adapter_config.json"),
-        ({"r": 2, "init_lora_weights": "pizza"}, "lora: Unknown initialization init_lora_weights='pizza'"),
+        (
+            {"r": 2, "init_lora_weights": "pizza"},
+            "lora: Unknown initialization init_lora_weights='pizza'",
+        ),
     ],
 )
 def test_mistakes_about_adapters_are_one_line(start, fields, message):
@@ -140,38 +167,54 @@ def test_mistakes_about_adapters_are_one_line(start, fields, message):
     assert message in str(raised.value)
 
 
-def test_an_adapter_names_its_base_model_by_a_path_that_other_directories_know(start, tmp_path, monkeypatch):
+def test_an_adapter_names_its_base_model_by_a_path_that_other_directories_know(
+    start, tmp_path, monkeypatch
+):
     monkeypatch.chdir(start.parent)
     policy = Policy(load_model(config(start.name, lora=Lora(r=2))))
     save_model(policy, load_tokenizer(config(start.name)), tmp_path)
     monkeypatch.chdir(tmp_path)
-    base = AutoModelForCausalLM.from_pretrained(PeftConfig.from_pretrained("adapter").base_model_name_or_path)
+    base = AutoModelForCausalLM.from_pretrained(
+        PeftConfig.from_pretrained("adapter").base_model_name_or_path
+    )
     assert PeftModel.from_pretrained(base, "adapter").peft_config["default"].r == 2
 
 
 def test_a_policy_with_a_head_of_random_weights_is_refused(start, tmp_path):
     load_classifier(config(start), "SEQ_CLS", {0: "reward"}).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model: .*: lm_head.weight is in none of its files, and would be random"):
+    with pytest.raises(
+        ValueError, match=r"model: .*: lm_head.weight is in none of its files, and would be random"
+    ):
         load_model(config(tmp_path))
-    with pytest.raises(ValueError, match="policy: wanted a causal language model, got LlamaForSequenceClassification"):
+    with pytest.raises(
+        ValueError,
+        match="policy: wanted a causal language model, got LlamaForSequenceClassification",
+    ):
         Policy(load_classifier(config(tmp_path), "SEQ_CLS", {0: "reward"}))
 
 
 @pytest.mark.parametrize("kind", ["load_in_4bit", "load_in_8bit"])
 def test_files_that_are_quantized_are_loaded_so_and_want_adapters(kind, start, tmp_path):
     quantization = BitsAndBytesConfig(**{kind: True})
-    quantized = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, quantization_config=quantization)
+    quantized = AutoModelForCausalLM.from_pretrained(
+        start, dtype=torch.float32, quantization_config=quantization
+    )
     quantized.save_pretrained(tmp_path)
     batch = collate(make_examples(4))
     loaded = Policy(load_model(config(tmp_path, lora=Lora(r=2)))).eval()
     torch.testing.assert_close(loaded(batch).logprob, Policy(quantized)(batch).logprob)
-    with pytest.raises(ValueError, match="quantize: quantized weights can't be trained; add adapters"):
+    with pytest.raises(
+        ValueError, match="quantize: quantized weights can't be trained; add adapters"
+    ):
         load_model(config(tmp_path))
 
 
 def test_a_directory_of_an_adapter_says_how_to_go_on_from_it(start, tmp_path):
     load_model(config(start, lora=Lora(r=2))).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"holds an adapter of {start}; pass --model {start} --lora.path {tmp_path}"):
+    with pytest.raises(
+        ValueError,
+        match=f"holds an adapter of {start}; pass --model {start} --lora.path {tmp_path}",
+    ):
         load_tokenizer(config(tmp_path))
 
 
@@ -185,15 +228,27 @@ def test_adapters_alone_are_trained(start):
 @pytest.mark.parametrize("lora", [Lora(), Lora(r=2)], ids=["whole", "adapters"])
 def test_text_trains_no_encoder_of_images(lora):
     """Each weight that trains gets a gradient: DDP waits for all of them."""
-    seen = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    seen = dict(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+    )
     text = {**FAMILIES["gemma3"].to_dict(), "model_type": "gemma3_text"}
-    both = Gemma3Config(text_config=text, vision_config={**seen, "patch_size": 14}, mm_tokens_per_image=4)
+    both = Gemma3Config(
+        text_config=text, vision_config={**seen, "patch_size": 14}, mm_tokens_per_image=4
+    )
     model = load_model(replace(config(""), model=AutoModelForCausalLM.from_config(both), lora=lora))
     policy = Policy(model)
     assert sum("vision" in name for name, _ in policy.named_parameters()) > 9
     policy(collate(make_examples(3))).logprob.sum().backward()
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name, parameter in policy.named_parameters() if parameter.grad is not None} != set()
+    assert (
+        trained
+        == {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+        != set()
+    )
 
 
 def test_bfloat16_keeps_what_is_trained_in_float32(start):
@@ -214,8 +269,12 @@ def test_bfloat16_keeps_what_is_trained_in_float32(start):
 )
 def test_bfloat16_keeps_what_is_trained_beside_adapters_in_float32(load, wrap, lora, start):
     model = load(config(start, dtype="bfloat16", lora=lora))
-    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
-    assert torch.bfloat16 in {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad}
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {
+        torch.float32
+    }
+    assert torch.bfloat16 in {
+        parameter.dtype for parameter in model.parameters() if not parameter.requires_grad
+    }
     assert wrap(model).layout == wrap(load(config(start))).layout  # its probes understand both
 
 
@@ -247,13 +306,17 @@ def test_gradient_checkpointing_changes_no_gradient(start, dtype, lora, monkeypa
     gradients, products = [], []
     for kept in (False, True, "selective", "offload"):
         torch.manual_seed(0)  # of new adapters
-        policy = Policy(load_model(config(start, dtype=dtype, gradient_checkpointing=kept, lora=lora)))
+        policy = Policy(
+            load_model(config(start, dtype=dtype, gradient_checkpointing=kept, lora=lora))
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
             total = policy(batch).logprob.sum()
         with Products() as counted:
             total.backward()
         products.append(counted.count)
-        gradients.append([parameter.grad for parameter in policy.parameters() if parameter.requires_grad])
+        gradients.append(
+            [parameter.grad for parameter in policy.parameters() if parameter.requires_grad]
+        )
     for recomputed in gradients[1:]:
         for plain, again in zip(gradients[0], recomputed, strict=True):
             assert torch.equal(plain, again)
@@ -266,21 +329,31 @@ def test_noise_on_embeddings_is_that_of_the_paper_and_only_in_training(start):
     policy = Policy(load_model(config(start, neftune_noise_alpha=5.0)), layout="packed")
     plain = Policy(load_model(config(start)))
     embedded = []
-    policy.plain.get_input_embeddings().register_forward_hook(lambda module, args, output: embedded.append(output))
+    policy.plain.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: embedded.append(output)
+    )
     examples = make_examples(4, completions=1)
     batch = collate(examples)
     lengths = sequence_lengths(policy.arranged(examples, "packed").position_ids).flatten()
-    assert sorted(set(lengths.tolist())) == sorted({len(e.prompt) + len(e.completions[0]) - 1 for e in examples} | {1})
+    assert sorted(set(lengths.tolist())) == sorted(
+        {len(e.prompt) + len(e.completions[0]) - 1 for e in examples} | {1}
+    )
     torch.manual_seed(0)
     noisy = policy(batch).logprob
     torch.manual_seed(0)
-    assert torch.equal(policy(batch).logprob, noisy) and not torch.equal(policy(batch).logprob, noisy)
+    assert torch.equal(policy(batch).logprob, noisy) and not torch.equal(
+        policy(batch).logprob, noisy
+    )
     exact = plain(batch).logprob
     assert not torch.allclose(noisy, exact, atol=1e-3)
     ids = policy.arranged(examples, "packed").input_ids
-    noise = torch.stack([each.detach() - plain.plain.get_input_embeddings()(ids) for each in embedded[-3:]])
+    noise = torch.stack(
+        [each.detach() - plain.plain.get_input_embeddings()(ids) for each in embedded[-3:]]
+    )
     scaled = noise.flatten(1, 2) * ((lengths * noise.shape[-1]).sqrt() / 5.0)[:, None]
-    assert scaled.detach().abs().max() <= 1 + 1e-4 and float(scaled.detach().var()) == pytest.approx(1 / 3, abs=0.03)
+    assert scaled.detach().abs().max() <= 1 + 1e-4 and float(
+        scaled.detach().var()
+    ) == pytest.approx(1 / 3, abs=0.03)
     with torch.no_grad():  # as references and samples are computed
         assert torch.equal(policy(batch).logprob, exact)
     policy.eval()
@@ -289,7 +362,8 @@ def test_noise_on_embeddings_is_that_of_the_paper_and_only_in_training(start):
 
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes, about the CPU
 @pytest.mark.parametrize(
-    ("nested", "targets"), [(False, "all-linear"), (True, "all-linear"), (False, ["q_proj", "up_proj"])]
+    ("nested", "targets"),
+    [(False, "all-linear"), (True, "all-linear"), (False, ["q_proj", "up_proj"])],
 )
 def test_a_four_bit_model_trains_its_adapters_and_is_saved(nested, targets, start, tmp_path):
     pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed")
@@ -329,7 +403,9 @@ def test_a_tied_weight_is_converted_once_to_be_saved(lora, tmp_path):
 def test_qlora_takes_less_than_a_byte_per_parameter(tmp_path):
     """Weights, gradients and the optimizer's state, counted from the tensors."""
     pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed")
-    make_model(dtype=torch.float32, hidden_size=512, head_dim=128, intermediate_size=1408).save_pretrained(tmp_path)
+    make_model(
+        dtype=torch.float32, hidden_size=512, head_dim=128, intermediate_size=1408
+    ).save_pretrained(tmp_path)
     settings = config(
         tmp_path,
         quantize="4bit",
@@ -343,13 +419,26 @@ def test_qlora_takes_less_than_a_byte_per_parameter(tmp_path):
     policy(collate(make_examples(2))).logprob.sum().backward()
     optimizer = make_optimizer(settings, policy)
     optimizer.step()
-    tensors = [*policy.parameters(), *policy.buffers(), *(p.grad for p in policy.parameters() if p.grad is not None)]
+    tensors = [
+        *policy.parameters(),
+        *policy.buffers(),
+        *(p.grad for p in policy.parameters() if p.grad is not None),
+    ]
     tensors += [
-        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
     ]
     for parameter in policy.parameters():
         if state := getattr(parameter, "quant_state", None):
-            tensors += [state.absmax, state.code, state.state2.absmax, state.state2.code, state.offset]
+            tensors += [
+                state.absmax,
+                state.code,
+                state.state2.absmax,
+                state.state2.code,
+                state.offset,
+            ]
     stored = {each.data_ptr(): each.numel() * each.element_size() for each in tensors}
     whole = AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters()
     assert 0.5 < sum(stored.values()) / whole < 1.0
@@ -380,12 +469,17 @@ def test_a_model_is_saved_in_the_dtype_that_it_was_loaded_from(fields, expected,
     assert {weight.dtype for weight in saved.parameters()} == {saved.dtype} == {expected}
     before = AutoModelForCausalLM.from_pretrained(start, dtype="auto").state_dict()
     for name, weight in saved.state_dict().items():
-        assert torch.equal(weight, before[name].to(expected)), name  # an untrained adapter adds nothing
+        # an untrained adapter adds nothing
+        assert torch.equal(weight, before[name].to(expected)), name
 
 
 def test_a_model_that_is_half_replaced_can_not_be_loaded(tmp_path, monkeypatch):
     policy = Policy(load_model(config(save_tiny_model(tmp_path / "start"))))
-    tokenizer, usual, files = load_tokenizer(config(tmp_path / "start")), modeling_utils.safe_save_file, []
+    tokenizer, usual, files = (
+        load_tokenizer(config(tmp_path / "start")),
+        modeling_utils.safe_save_file,
+        [],
+    )
     monkeypatch.setattr("burnish.loops.models.io._FILE", "100KB")
     save_model(policy, tokenizer, tmp_path / "run")
 
@@ -402,7 +496,9 @@ def test_a_model_that_is_half_replaced_can_not_be_loaded(tmp_path, monkeypatch):
         AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
 
 
-def test_a_large_model_is_saved_in_several_files_with_its_generation_settings(tmp_path, monkeypatch):
+def test_a_large_model_is_saved_in_several_files_with_its_generation_settings(
+    tmp_path, monkeypatch
+):
     start = save_tiny_model(tmp_path / "start")
     for fields in ({}, {"lora": Lora(r=2)}):
         policy = Policy(load_model(config(start, **fields)))
@@ -418,12 +514,28 @@ def test_a_large_model_is_saved_in_several_files_with_its_generation_settings(tm
 
 def routed(dtype):
     """A mixture of experts whose routers have a bias that no gradient reaches, in float32."""
-    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2)
-    heads = dict(num_attention_heads=4, num_key_value_heads=4, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8)
+    sizes = dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+    )
+    heads = dict(
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=8,
+    )
     heads |= dict(qk_nope_head_dim=8, v_head_dim=8)
-    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1)
+    experts = dict(
+        n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=1
+    )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(DeepseekV3Config(**sizes, **heads, **experts), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(
+        DeepseekV3Config(**sizes, **heads, **experts), dtype=dtype
+    )
     for name, buffer in model.named_buffers():
         if "correction" in name:
             buffer.data = torch.rand(buffer.shape)
@@ -441,7 +553,9 @@ ADAPTERS, WHOLE = {"lora": Lora(r=2)}, {"weights_dtype": "bfloat16"}
 def test_a_model_in_memory_has_the_precision_of_one_that_is_loaded(make, fields, tmp_path):
     make(dtype=torch.float32).save_pretrained(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    settings = Common(model=make(dtype=torch.float32), data="", output="", dtype="bfloat16", **fields)
+    settings = Common(
+        model=make(dtype=torch.float32), data="", output="", dtype="bfloat16", **fields
+    )
     model = load_model(settings)
     model = model.get_base_model() if "lora" in fields else model
     tensors = {name.replace("base_layer.", ""): tensor for name, tensor in model.named_parameters()}
@@ -455,7 +569,9 @@ def test_a_saved_model_keeps_in_float32_what_transformers_does(start, tmp_path):
     routed(torch.bfloat16).save_pretrained(tmp_path / "start")
     settings = Common(model=str(tmp_path / "start"), data="", output="")
     save_model(Policy(load_model(settings)), load_tokenizer(config(start)), tmp_path)
-    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("start", "model"))
+    before, after = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("start", "model")
+    )
     assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16, torch.float32}
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -474,7 +590,9 @@ def test_a_saved_model_keeps_in_float32_what_transformers_does(start, tmp_path):
 )
 def test_adapters_of_a_tied_embedding_are_those_of_the_head(tmp_path, named):
     settings = config(
-        save_tiny_model(tmp_path / "start", tie_word_embeddings=True), dtype="float64", lora=Lora(r=3, **named)
+        save_tiny_model(tmp_path / "start", tie_word_embeddings=True),
+        dtype="float64",
+        lora=Lora(r=3, **named),
     )
     policy, batch = Policy(load_model(settings)), collate(make_examples(5))
     with torch.no_grad():

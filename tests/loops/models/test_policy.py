@@ -12,9 +12,11 @@ from tiny import FAMILIES, make_examples, make_model
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
 EXACT = 1e-10
-# Whatever the precision of the weights, transformers computes RMS norms in float32, which shows in gradients.
+# Whatever the precision of the weights, transformers computes RMS norms in float32, which shows in
+# gradients.
 NORMS = 2e-6
-LAYOUTS_OF = {  # what each family is shown to keep apart; a family that can do more some day turns this red
+# what each family is shown to keep apart; a family that can do more some day turns this red
+LAYOUTS_OF = {
     "llama": "shared",
     "llama_tied": "shared",
     "mistral_windowed": "packed",
@@ -37,7 +39,9 @@ def plain_logprobs(model, examples):
             ids = torch.tensor([example.prompt + completion])
             logprob = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
             start = len(example.prompt)
-            values += [logprob[start + t - 1, token] for t, token in enumerate(completion) if trained[t]]
+            values += [
+                logprob[start + t - 1, token] for t, token in enumerate(completion) if trained[t]
+            ]
     return torch.stack(values)
 
 
@@ -46,7 +50,8 @@ def plain_logprobs(model, examples):
 def test_log_probs_and_gradients_are_those_of_the_plain_model(family, attention):
     if family == "gemma2" and attention == "sdpa":
         pytest.skip("Gemma 2 caps attention scores, which SDPA does not")
-    exact = attention == "sdpa"  # eager attention fills masks with numbers that its own float32 softmax can't hold
+    # eager attention fills masks with numbers that its own float32 softmax can't hold
+    exact = attention == "sdpa"
     model = make_model(family, attention=attention, dtype=torch.float64 if exact else torch.float32)
     examples = make_examples(4)
     expected = plain_logprobs(model, examples)
@@ -62,7 +67,9 @@ def test_log_probs_and_gradients_are_those_of_the_plain_model(family, attention)
         (logprob * weight).sum().backward()
         for name, parameter in model.named_parameters():
             difference = (parameter.grad - gradients[name]).norm()
-            assert difference <= (NORMS if exact else 1e-4) * gradients[name].norm(), f"{layout}: gradient of {name}"
+            assert difference <= (NORMS if exact else 1e-4) * gradients[name].norm(), (
+                f"{layout}: gradient of {name}"
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,7 +79,9 @@ def test_auto_takes_the_best_layout_that_keeps_sequences_apart(family):
 
 
 def test_a_layout_that_mixes_sequences_is_refused():
-    with pytest.raises(ValueError, match="layout 'shared' lets the sequences of MistralForCausalLM see each other"):
+    with pytest.raises(
+        ValueError, match="layout 'shared' lets the sequences of MistralForCausalLM see each other"
+    ):
         Policy(make_model("mistral_windowed"), layout="shared")
 
 
@@ -93,24 +102,37 @@ def test_the_probe_sees_a_model_that_ignores_restarting_positions():
 
 def test_a_head_that_does_not_fuse_falls_back_to_full_logits_and_says_so_once(caplog):
     model = make_model("llama")
-    head = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 61)).double()
+    head = torch.nn.Sequential(
+        torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 61)
+    ).double()
     model.lm_head = head
     with caplog.at_level(logging.WARNING):
         policy = Policy(model)
     assert not policy.fused
     assert caplog.text.count("full logits: output head is Sequential") == 1
     examples = make_examples(3)
-    torch.testing.assert_close(policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=EXACT
+    )
 
 
 def test_a_model_that_hides_its_backbone_falls_back(caplog):
-    """The text model of Llama 4 has another name for it than the one that transformers looks for."""
+    """The text model of Llama 4 has another name for it than the one that transformers looks
+    for.
+    """
     config = {**FAMILIES["llama"].to_dict(), "intermediate_size_mlp": 48, "num_local_experts": 2}
-    model = AutoModelForCausalLM.from_config(Llama4TextConfig(**{**config, "model_type": "llama4_text"}))
+    model = AutoModelForCausalLM.from_config(
+        Llama4TextConfig(**{**config, "model_type": "llama4_text"})
+    )
     policy = Policy(model.float().eval())
-    assert not policy.fused and "full logits: transformers does not say what is below its head" in caplog.text
+    assert (
+        not policy.fused
+        and "full logits: transformers does not say what is below its head" in caplog.text
+    )
     examples = make_examples(3)
-    torch.testing.assert_close(policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=1e-5
+    )
 
 
 def test_logits_that_are_changed_in_an_unknown_way_are_not_fused():
@@ -124,7 +146,9 @@ def test_logits_that_are_changed_in_an_unknown_way_are_not_fused():
     policy = Policy(model)
     assert not policy.fused
     examples = make_examples(3)
-    torch.testing.assert_close(policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=EXACT
+    )
 
 
 @pytest.mark.parametrize("target_modules", ["all-linear", ["q_proj", "lm_head"]])
@@ -140,7 +164,9 @@ def test_lora_on_body_and_head_matches_peft(target_modules):
     policy = Policy(model)
     assert policy.fused
     examples = make_examples(3)
-    torch.testing.assert_close(policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        policy(collate(examples)).logprob, plain_logprobs(model, examples), rtol=0, atol=EXACT
+    )
     with model.disable_adapter():
         off = policy(collate(examples)).logprob
         torch.testing.assert_close(off, plain_logprobs(model, examples), rtol=0, atol=EXACT)
@@ -175,4 +201,6 @@ def test_temperature_divides_the_logits():
 def test_an_empty_batch_gives_a_differentiable_zero():
     policy = Policy(make_model("llama"))
     policy(collate([])).logprob.sum().backward()
-    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.grad.any() for parameter in policy.parameters()
+    )

@@ -1,4 +1,6 @@
-"""Under bf16 autocast every pass of every recipe multiplies the same rounded factors of the head."""
+"""Under bf16 autocast every pass of every recipe multiplies the same rounded factors of the
+head.
+"""
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 
 class Passes:
-    """What is asked of the kernels: whether it has gradients, and that it is what rounded factors give in float64.
+    """What is asked of the kernels: whether it has gradients, and that it is what rounded factors
+    give in float64.
 
     Only the probe of a new policy, of 7 tokens, is outside of autocast.
     """
@@ -41,14 +44,27 @@ class Passes:
 
     @staticmethod
     def exact(hidden, head, compute):
-        return reference.head_logits(hidden.double(), head, len(head.weight), torch.float64, compute)
+        return reference.head_logits(
+            hidden.double(), head, len(head.weight), torch.float64, compute
+        )
 
-    def linear_logprob(self, found, hidden, given, target, *, temperature=1.0, compute=torch.bfloat16, **options):
+    def linear_logprob(
+        self, found, hidden, given, target, *, temperature=1.0, compute=torch.bfloat16, **options
+    ):
         logp = (self.exact(hidden, given, compute) / temperature).log_softmax(-1)
         return found.logprob, logp.gather(1, target.reshape(len(target), -1)).reshape(target.shape)
 
     def linear_divergence(
-        self, found, hidden, student, teacher_hidden, teacher, *, temperature, compute=torch.bfloat16, **options
+        self,
+        found,
+        hidden,
+        student,
+        teacher_hidden,
+        teacher,
+        *,
+        temperature,
+        compute=torch.bfloat16,
+        **options,
     ):
         heads = (hidden, student), (teacher_hidden, teacher)
         s, t = ((self.exact(*each, compute) / temperature).log_softmax(-1) for each in heads)
@@ -82,16 +98,32 @@ def data(tmp_path_factory):
 
 
 SAMPLED = ["--rewards", "{'online:even': 1.0}", "--max_tokens", "5", "--show_every", "0"]
-TRAINED, MEASURED, DRAWN = ("linear_logprob", True), ("linear_logprob", False), ("linear_logits", False)
+TRAINED, MEASURED, DRAWN = (
+    ("linear_logprob", True),
+    ("linear_logprob", False),
+    ("linear_logits", False),
+)
 ON_POLICY = ["--on_policy", "1", "--max_tokens", "5"]
 RECIPES = {
     "sft": ("completions", [], {TRAINED}),
-    "sft of an adapter on the head": ("completions", ["--lora.r", "4", "--lora.target_modules", "lm_head"], {TRAINED}),
+    "sft of an adapter on the head": (
+        "completions",
+        ["--lora.r", "4", "--lora.target_modules", "lm_head"],
+        {TRAINED},
+    ),
     "dpo": ("pairs", [], {TRAINED, MEASURED}),
-    "grpo": ("prompts", [*SAMPLED, "--group_size", "2", "--beta", "0.1"], {TRAINED, MEASURED, DRAWN}),
+    "grpo": (
+        "prompts",
+        [*SAMPLED, "--group_size", "2", "--beta", "0.1"],
+        {TRAINED, MEASURED, DRAWN},
+    ),
     "ppo": ("prompts", [*SAMPLED, "--minibatches", "2"], {TRAINED, MEASURED, DRAWN}),
     "distill": ("completions", ON_POLICY, {("linear_divergence", True), TRAINED, DRAWN}),
-    "distill from top k": ("completions", ["--teacher.top_k", "3"], {("several targets", True), TRAINED}),
+    "distill from top k": (
+        "completions",
+        ["--teacher.top_k", "3"],
+        {("several targets", True), TRAINED},
+    ),
 }
 
 
@@ -100,7 +132,15 @@ def test_every_pass_of_a_recipe_rounds_the_same_factors(recipe, data, tmp_path, 
     name, flags, wanted = RECIPES[recipe]
     command = recipe.split()[0]
     flags = [*flags, *(["--teacher.model", data["teacher"]] if command == "distill" else [])]
-    arguments = ["--model", data["model"], "--data", data[name], "--output", str(tmp_path / "run"), *flags]
+    arguments = [
+        "--model",
+        data["model"],
+        "--data",
+        data[name],
+        "--output",
+        str(tmp_path / "run"),
+        *flags,
+    ]
     passes = Passes(monkeypatch)
     batch = "--prompts_per_rollout" if name == "prompts" else "--batch_size"
     assert main([command, *arguments, "--dtype", "bfloat16", "--steps", "1", batch, "4"]) == 0

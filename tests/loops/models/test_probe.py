@@ -69,7 +69,9 @@ def test_a_layer_of_another_class_setting_or_shape_is_left():
     model.base_model.layers[4].self_attn.scaling = 1.0
     assert left(model) == 5
     model = deep()
-    model.base_model.layers[3].mlp.down_proj = torch.nn.Linear(48, 32, bias=True, dtype=torch.float64)
+    model.base_model.layers[3].mlp.down_proj = torch.nn.Linear(
+        48, 32, bias=True, dtype=torch.float64
+    )
     assert left(model) == 4
     model = deep()
     model.base_model.layers[6].forward = model.base_model.layers[6].forward
@@ -127,7 +129,9 @@ class SeesAll(LlamaAttention):
 def test_one_late_layer_that_mixes_sequences_is_found_out():
     model = deep()
     model.base_model.layers[5].self_attn.__class__ = SeesBefore
-    with pytest.raises(ValueError, match="layout 'shared' lets the sequences of LlamaForCausalLM see each other"):
+    with pytest.raises(
+        ValueError, match="layout 'shared' lets the sequences of LlamaForCausalLM see each other"
+    ):
         Policy(model, layout="shared")
     policy = Policy(model, layout="padded")
     assert isinstance(LocalSource(policy, version=0)._make_batch(50), StaticBatch)
@@ -146,14 +150,21 @@ def test_rounding_that_depends_on_all_tokens_as_that_of_experts_does_mixes_no_se
 def test_one_late_layer_that_sees_later_tokens_is_refused(layout, dtype):
     model = deep(dtype=dtype)
     model.base_model.layers[5].self_attn.__class__ = SeesAll
-    with pytest.raises(ValueError, match="model: LlamaForCausalLM is no causal language model: a later token changes"):
+    with pytest.raises(
+        ValueError,
+        match="model: LlamaForCausalLM is no causal language model: a later token changes",
+    ):
         Policy(model, layout=layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_encoder_is_a_policy_only_as_a_decoder(dtype):
     sizes = dict(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=8, num_attention_heads=4
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
     )
     config = BertConfig(**sizes)
     with pytest.raises(ValueError, match="BertLMHeadModel is no causal language model"):
@@ -173,7 +184,9 @@ def test_a_reward_model_may_be_an_encoder_and_a_critic_may_not():
     for layer in model.base_model.layers:
         layer.self_attn.__class__ = SeesAll
     assert Scorer(model)
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification is no causal language model"):
+    with pytest.raises(
+        ValueError, match="LlamaForSequenceClassification is no causal language model"
+    ):
         Scorer(model, read="before")
 
 

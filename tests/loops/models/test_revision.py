@@ -1,4 +1,6 @@
-"""A revision of a model on the Hub: its weights and its tokenizer are read, and a directory has no revisions."""
+"""A revision of a model on the Hub: its weights and its tokenizer are read, and a directory has no
+revisions.
+"""
 
 import os
 import shutil
@@ -44,7 +46,16 @@ def test_a_revision_of_a_model_is_read_with_its_tokenizer(tmp_path):
 
     data = write_rows(tmp_path / "rows.jsonl", ROWS)
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    flags = ["--data", str(data), "--output", str(tmp_path / "run"), "--learning_rate", "0", "--steps", "1"]
+    flags = [
+        "--data",
+        str(data),
+        "--output",
+        str(tmp_path / "run"),
+        "--learning_rate",
+        "0",
+        "--steps",
+        "1",
+    ]
     command = [sys.executable, "-c", SFT, *flags, "--model_revision", "v2"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -56,9 +67,15 @@ def test_a_revision_of_a_model_is_read_with_its_tokenizer(tmp_path):
 
 def test_a_revision_of_a_directory_or_of_a_model_in_memory_is_refused(tmp_path):
     start = save_model(tmp_path / "start")
-    with pytest.raises(ValueError, match=r"model_revision: .*start is a directory, and holds one revision.*got 'v2'"):
+    with pytest.raises(
+        ValueError,
+        match=r"model_revision: .*start is a directory, and holds one revision.*got 'v2'",
+    ):
         burnish.sft(str(start), ROWS, model_revision="v2")
     burnish.sft(str(start), ROWS, model_revision="main")
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(start), AutoTokenizer.from_pretrained(start)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(start),
+        AutoTokenizer.from_pretrained(start),
+    )
     with pytest.raises(ValueError, match="model_revision: the model is loaded already"):
         burnish.sft(model, ROWS, tokenizer=tokenizer, model_revision="v2")

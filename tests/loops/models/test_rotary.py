@@ -1,4 +1,6 @@
-"""Rotary frequencies that depend on the length: each sequence has those of transformers for it alone."""
+"""Rotary frequencies that depend on the length: each sequence has those of transformers for it
+alone.
+"""
 
 import copy
 
@@ -16,10 +18,22 @@ LENGTHS = (5, 30, 9, 13, 12, 22)
 
 def longrope():
     torch.manual_seed(0)
-    scaling = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [3.0, 5.0, 7.0, 9.0]}
-    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0)
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [3.0, 5.0, 7.0, 9.0],
+    }
+    sizes = dict(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        pad_token_id=0,
+    )
     limits = dict(max_position_embeddings=64, original_max_position_embeddings=LIMIT)
-    config = Phi3Config(vocab_size=VOCABULARY, **sizes, **limits, rope_parameters=scaling | {"rope_theta": 100.0})
+    config = Phi3Config(
+        vocab_size=VOCABULARY, **sizes, **limits, rope_parameters=scaling | {"rope_theta": 100.0}
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -29,13 +43,17 @@ def longrope():
 
 def dynamic(kind="llama", scaling=None, **changes):
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
-    return make_model(kind, max_position_embeddings=LIMIT, rope_parameters=scaling or rope, **changes)
+    return make_model(
+        kind, max_position_embeddings=LIMIT, rope_parameters=scaling or rope, **changes
+    )
 
 
 def by_layers():
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
     plain = {"rope_type": "default", "rope_theta": 100.0}
-    return dynamic("gemma3", {"full_attention": rope, "sliding_attention": plain}, sliding_window=64)
+    return dynamic(
+        "gemma3", {"full_attention": rope, "sliding_attention": plain}, sliding_window=64
+    )
 
 
 def example(length, completions=1):
@@ -52,7 +70,9 @@ def alone(fresh, text):
         ids = torch.tensor([text.prompt + completion])
         with torch.no_grad():
             logits = copy.deepcopy(fresh)(ids[:, :-1], use_cache=False).logits
-        logps.append(logits[0].log_softmax(-1).gather(1, ids[0, 1:, None])[len(text.prompt) - 1 :, 0])
+        logps.append(
+            logits[0].log_softmax(-1).gather(1, ids[0, 1:, None])[len(text.prompt) - 1 :, 0]
+        )
     return torch.cat(logps)
 
 
@@ -64,11 +84,16 @@ def alone(fresh, text):
 @pytest.mark.parametrize("completions", [1, 2])
 def test_neighbors_and_earlier_batches_change_no_frequency(make, layout, completions):
     fresh = make()
-    policy, examples = Policy(copy.deepcopy(fresh), layout=layout), [example(n, completions) for n in LENGTHS]
+    policy, examples = (
+        Policy(copy.deepcopy(fresh), layout=layout),
+        [example(n, completions) for n in LENGTHS],
+    )
     expected = torch.cat([alone(fresh, each) for each in examples])
     for batch in (examples, examples[::-1], examples[:1], examples):
         logprob = policy(collate(batch)).logprob
-        torch.testing.assert_close(logprob, torch.cat([alone(fresh, each) for each in batch]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            logprob, torch.cat([alone(fresh, each) for each in batch]), rtol=0, atol=1e-5
+        )
     torch.testing.assert_close(logprob, expected, rtol=0, atol=1e-5)
 
 
@@ -87,7 +112,10 @@ def test_short_sequences_keep_their_shared_prompt():
     policy = Policy(longrope())
     assert policy.layout == "shared"
     assert policy.arranged([example(LIMIT - 1, 2)], "shared").attention_mask is not None
-    assert policy.arranged([example(LIMIT - 1, 2), example(LIMIT + 1, 2)], "shared").attention_mask is None
+    assert (
+        policy.arranged([example(LIMIT - 1, 2), example(LIMIT + 1, 2)], "shared").attention_mask
+        is None
+    )
 
 
 def test_a_copy_of_a_model_rotates_by_itself():

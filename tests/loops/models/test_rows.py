@@ -49,7 +49,10 @@ def test_each_trained_token_is_predicted_from_exactly_what_precedes_it(layout, o
 
 
 def test_targets_stand_in_the_order_of_examples_completions_and_positions():
-    examples = [Example([1], [[5, 6, 7], [8]], [[True, False, True], [True]]), Example([2], [[9, 4]], [[True, True]])]
+    examples = [
+        Example([1], [[5, 6, 7], [8]], [[True, False, True], [True]]),
+        Example([2], [[9, 4]], [[True, True]]),
+    ]
     batch = collate(examples)
     assert batch.target.tolist() == [5, 7, 8, 9, 4]
     assert batch.sequence.tolist() == [0, 0, 1, 2, 2]
@@ -73,7 +76,9 @@ def test_packing_fills_rows_before_it_opens_new_ones():
 
 
 def test_unused_slots_hold_a_token_of_the_examples_because_another_may_have_no_embedding():
-    rows = arrange([Example([5, 6], [[7, 8, 9]], [[True] * 3]), Example([6], [[7]], [[True]])], "padded")
+    rows = arrange(
+        [Example([5, 6], [[7, 8, 9]], [[True] * 3]), Example([6], [[7]], [[True]])], "padded"
+    )
     assert rows.input_ids.tolist() == [[5, 6, 7, 8], [6, 5, 5, 5]]
 
 
@@ -103,7 +108,10 @@ def test_an_empty_batch_still_has_a_row_to_compute(layout):
 def long_examples():
     """Prompts and completions that end within blocks, at their borders, and span several."""
     lengths = [(300, 170, 50, 129, 1), (10, 400, 3), (128, 128, 128), (140, 9)]
-    return [Example([3] * start, [[4] * n for n in ends], [[True] * n for n in ends]) for start, *ends in lengths]
+    return [
+        Example([3] * start, [[4] * n for n in ends], [[True] * n for n in ends])
+        for start, *ends in lengths
+    ]
 
 
 @pytest.mark.parametrize("one_row", [False, True])
@@ -111,8 +119,11 @@ def test_the_block_mask_of_shared_rows_shows_what_the_dense_one_shows(one_row):
     dense = arrange(long_examples(), "shared", one_row=one_row)
     blocks = arrange(long_examples(), "shared", one_row=one_row, blocks=True).attention_mask
     rows, width = dense.input_ids.shape
-    torch.testing.assert_close(create_mask(blocks.mask_mod, rows, None, width, width, "cpu"), dense.attention_mask)
-    expected = create_block_mask(blocks.mask_mod, rows, None, width, width, "cpu")  # from a dense one, by torch
+    torch.testing.assert_close(
+        create_mask(blocks.mask_mod, rows, None, width, width, "cpu"), dense.attention_mask
+    )
+    # from a dense one, by torch
+    expected = create_block_mask(blocks.mask_mod, rows, None, width, width, "cpu")
     for name in ("num_blocks", "indices"):
         for side in ("kv", "full_kv", "q", "full_q"):
             field = f"{side}_{name}"
@@ -144,7 +155,10 @@ def flex_on_cpu(monkeypatch):
 
     monkeypatch.setattr(module, "_validate_device", lambda query, key, value: None)
     monkeypatch.setattr(
-        masking_utils, "create_block_mask", lambda _compile, **options: create_block_mask(**options), raising=False
+        masking_utils,
+        "create_block_mask",
+        lambda _compile, **options: create_block_mask(**options),
+        raising=False,
     )
     eager = lambda *args, training=False, **options: module.flex_attention(*args, **options)  # noqa: E731
     monkeypatch.setattr(integration, "compile_friendly_flex_attention", eager)
@@ -156,7 +170,9 @@ def log_probs_and_gradient(attention, dtype, *, autocast=False, device="cpu"):
     with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
         logprob = policy(collate(make_examples(6, completions=3), device=model.device)).logprob
     logprob.sum().backward()
-    return logprob.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return logprob.detach(), torch.cat(
+        [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    )
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch.compile
@@ -164,9 +180,12 @@ def log_probs_and_gradient(attention, dtype, *, autocast=False, device="cpu"):
     ("dtype", "autocast", "error"),
     [(torch.float64, False, 1e-12), (torch.float32, False, 1e-5), (torch.float32, True, 3e-2)],
 )
-def test_flex_attention_shares_prompts_and_gives_the_numbers_of_sdpa(flex_on_cpu, dtype, autocast, error):
+def test_flex_attention_shares_prompts_and_gives_the_numbers_of_sdpa(
+    flex_on_cpu, dtype, autocast, error
+):
     numbers, expected = (
-        log_probs_and_gradient(attention, dtype, autocast=autocast) for attention in ("flex_attention", "sdpa")
+        log_probs_and_gradient(attention, dtype, autocast=autocast)
+        for attention in ("flex_attention", "sdpa")
     )
     for value, wanted in zip(numbers, expected, strict=True):
         assert (value - wanted).norm() <= error * wanted.norm()
@@ -175,7 +194,8 @@ def test_flex_attention_shares_prompts_and_gives_the_numbers_of_sdpa(flex_on_cpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_compiled_flex_attention_gives_the_numbers_of_sdpa_on_a_gpu():
     numbers, expected = (
-        log_probs_and_gradient(attention, torch.float32, device="cuda") for attention in ("flex_attention", "sdpa")
+        log_probs_and_gradient(attention, torch.float32, device="cuda")
+        for attention in ("flex_attention", "sdpa")
     )
     for value, wanted in zip(numbers, expected, strict=True):
         assert (value - wanted).norm() <= 1e-3 * wanted.norm()

@@ -16,7 +16,9 @@ EXACT = 1e-5  # transformers computes norms in float32
 
 
 def whole_texts(examples):
-    return [example.prompt + completion for example in examples for completion in example.completions]
+    return [
+        example.prompt + completion for example in examples for completion in example.completions
+    ]
 
 
 def test_the_score_of_an_answer_is_that_of_the_sequence_classifier_on_padded_texts():
@@ -45,10 +47,13 @@ def test_the_scores_of_steps_are_those_of_the_token_classifier():
 
 
 @pytest.mark.parametrize(
-    ("completion", "pad", "mark"), [([5, 6, 2], 0, 2), ([5, 6, 2], 2, 1), ([5, 2, 2], 2, 0), ([2], 2, 0)]
+    ("completion", "pad", "mark"),
+    [([5, 6, 2], 0, 2), ([5, 6, 2], 2, 1), ([5, 2, 2], 2, 0), ([2], 2, 0)],
 )
 def test_an_answer_is_read_at_its_last_token_that_is_not_padding(completion, pad, mark):
-    """Where the end token is the padding token too, transformers reads the token before it, and so do we."""
+    """Where the end token is the padding token too, transformers reads the token before it, and so
+    do we.
+    """
     example = ends_marked(Example([4], [completion], [[True] * len(completion)]), pad)
     assert example.trained == [[t == mark for t in range(len(completion))]]
 
@@ -74,14 +79,18 @@ def test_a_model_without_a_linear_head_is_refused():
 
 def test_a_head_that_reads_other_states_is_noticed():
     model = make_classifier("SEQ_CLS")
-    model.score.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,) if inputs[0].ndim == 3 else inputs)
+    model.score.register_forward_pre_hook(
+        lambda module, inputs: (inputs[0] * 2,) if inputs[0].ndim == 3 else inputs
+    )
     with pytest.raises(ValueError, match="scores are not its head on its last hidden states"):
         Scorer(model)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma3", "cohere"])
 def test_a_new_head_fits_the_backbone_of_every_family(family, tmp_path, caplog):
-    AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(FAMILIES[family], dtype=torch.float32).save_pretrained(
+        tmp_path / "model"
+    )
     config = Common(model=str(tmp_path / "model"), data="", output="")
     with caplog.at_level(logging.WARNING):
         scorer = Scorer(load_classifier(config, "SEQ_CLS", {0: "reward"}))

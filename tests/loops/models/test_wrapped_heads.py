@@ -1,4 +1,6 @@
-"""The fused head under peft's wrappers, tied, quantized, checkpointed: numbers and gradients of the plain model."""
+"""The fused head under peft's wrappers, tied, quantized, checkpointed: numbers and gradients of the
+plain model.
+"""
 
 import copy
 import logging
@@ -51,7 +53,9 @@ def lora(target_modules=("q_proj", "lm_head"), **options):
 
 
 def wrapped(config, model=None, **changes):
-    return randomized(get_peft_model(model or make_model(**changes), config, autocast_adapter_dtype=False))
+    return randomized(
+        get_peft_model(model or make_model(**changes), config, autocast_adapter_dtype=False)
+    )
 
 
 def policy_of(model):
@@ -63,9 +67,14 @@ def hidden(policy):
 
 
 def assert_like_plain(model, policy=None, *, tolerance=EXACT, fused=True):
-    """Log-prob, entropy and every gradient; without anything as large as the logits if it is fused."""
+    """Log-prob, entropy and every gradient; without anything as large as the logits if it is
+    fused.
+    """
     model.zero_grad()
-    expected = plain_run(model, EXAMPLES), {name: gradient.clone() for name, gradient in gradients(model).items()}
+    expected = (
+        plain_run(model, EXAMPLES),
+        {name: gradient.clone() for name, gradient in gradients(model).items()},
+    )
     policy = policy or policy_of(model)
     assert policy.fused == fused
     model.zero_grad()
@@ -73,7 +82,9 @@ def assert_like_plain(model, policy=None, *, tolerance=EXACT, fused=True):
     torch.testing.assert_close(outputs, expected[0], rtol=0, atol=tolerance)
     for name, gradient in gradients(model).items():
         assert expected[1][name].any(), name
-        torch.testing.assert_close(gradient, expected[1][name], rtol=tolerance, atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            gradient, expected[1][name], rtol=tolerance, atol=tolerance, msg=name
+        )
     full = TOKENS * VOCABULARY * outputs.element_size()
     assert largest < 0.8 * full if fused else largest >= full
     return policy
@@ -89,7 +100,13 @@ def assert_like_plain(model, policy=None, *, tolerance=EXACT, fused=True):
         lora(["q_proj"], modules_to_save=["lm_head"]),
         lora(["q_proj"]),
     ],
-    ids=["on the head", "scaled by the root of its rank", "with a bias", "a whole head to save", "not on the head"],
+    ids=[
+        "on the head",
+        "scaled by the root of its rank",
+        "with a bias",
+        "a whole head to save",
+        "not on the head",
+    ],
 )
 def test_adapters_train_as_without_us(config):
     model = wrapped(config)
@@ -100,7 +117,9 @@ def test_adapters_train_as_without_us(config):
     assert_like_plain(model)
 
 
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True` and a tied layer is part of the adapter")
+@pytest.mark.filterwarnings(
+    "ignore:Model has `tie_word_embeddings=True` and a tied layer is part of the adapter"
+)
 def test_tied_embeddings_under_an_adapter_on_the_head():
     model = make_model(tied=True)
     embedding = model.model.embed_tokens.weight
@@ -160,14 +179,26 @@ def test_another_adapter_that_is_made_active_is_followed():
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (lora(use_dora=True), "output head carries an adapter other than plain LoRA without dropout"),
-        (lora(lora_dropout=0.1), "output head carries an adapter other than plain LoRA without dropout"),
-        (AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], total_step=10), "output head is SVDLinear"),
+        (
+            lora(use_dora=True),
+            "output head carries an adapter other than plain LoRA without dropout",
+        ),
+        (
+            lora(lora_dropout=0.1),
+            "output head carries an adapter other than plain LoRA without dropout",
+        ),
+        (
+            AdaLoraConfig(task_type="CAUSAL_LM", target_modules=["lm_head"], total_step=10),
+            "output head is SVDLinear",
+        ),
         (
             IA3Config(task_type="CAUSAL_LM", target_modules=["lm_head"], feedforward_modules=[]),
             "output head is Linear",
         ),
-        (lora(["q_proj"], trainable_token_indices={"lm_head": [3, 5]}), "output head is TrainableTokens"),
+        (
+            lora(["q_proj"], trainable_token_indices={"lm_head": [3, 5]}),
+            "output head is TrainableTokens",
+        ),
     ],
     ids=["dora", "dropout", "adalora", "ia3", "trainable tokens"],
 )
@@ -189,7 +220,10 @@ def test_an_adapter_that_cannot_be_fused_may_come_later(caplog):
     randomized(model)
     with caplog.at_level(logging.WARNING):
         model.zero_grad()
-        expected = plain_run(model, EXAMPLES), {name: gradient.clone() for name, gradient in gradients(model).items()}
+        expected = (
+            plain_run(model, EXAMPLES),
+            {name: gradient.clone() for name, gradient in gradients(model).items()},
+        )
         for _ in range(2):
             model.zero_grad()
             torch.testing.assert_close(run(policy, EXAMPLES), expected[0], rtol=0, atol=EXACT)
@@ -208,16 +242,24 @@ def test_an_adapter_that_cannot_be_fused_may_come_later(caplog):
 def test_activation_checkpointing_changes_no_gradient(reentrant, monkeypatch):
     calls = []
     compute = heads.linear_logprob
-    monkeypatch.setattr(heads, KERNEL, lambda *args, **how: calls.append(1) or compute(*args, **how))
+    monkeypatch.setattr(
+        heads, KERNEL, lambda *args, **how: calls.append(1) or compute(*args, **how)
+    )
     model = make_model().train()
     policy = assert_like_plain(model)
     calls.clear()
     # transformers renames it in 5.2x and warns about the old name.
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)(
+        {"use_reentrant": reentrant}
+    )
     model.enable_input_require_grads()
     assert_like_plain(model, policy)
     assert len(calls) == 1  # layers are checkpointed, the head is not
-    head, states, target = policy.head, hidden(policy).detach().requires_grad_(), collate(EXAMPLES).target
+    head, states, target = (
+        policy.head,
+        hidden(policy).detach().requires_grad_(),
+        collate(EXAMPLES).target,
+    )
     found = []
     for checkpointed in (False, True):
         model.zero_grad()
@@ -249,7 +291,9 @@ def test_a_four_bit_head_is_dequantized_and_fused(adapter, nested, tmp_path):
         bnb_4bit_use_double_quant=nested,
         llm_int8_skip_modules=["embed_tokens"],
     )
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=four_bit, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=four_bit, dtype=torch.float32
+    )
     assert type(model.lm_head).__name__ == "Linear4bit"
     model = wrapped(lora() if adapter else lora(["q_proj"]), model)
     assert_like_plain(model, tolerance=2e-4)
@@ -258,8 +302,12 @@ def test_a_four_bit_head_is_dequantized_and_fused(adapter, nested, tmp_path):
 def test_an_eight_bit_head_falls_back_loudly_and_is_right(tmp_path, caplog):
     pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed")
     make_model(dtype=torch.float32, hidden_size=64, head_dim=16).save_pretrained(tmp_path)
-    eight_bit = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["embed_tokens", "model"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=eight_bit, dtype=torch.float32)
+    eight_bit = BitsAndBytesConfig(
+        load_in_8bit=True, llm_int8_skip_modules=["embed_tokens", "model"]
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=eight_bit, dtype=torch.float32
+    )
     assert type(model.lm_head).__name__ == "Linear8bitLt"
     with caplog.at_level(logging.WARNING):
         policy = policy_of(model)
@@ -282,7 +330,9 @@ def test_a_fused_head_compiles_in_one_graph_for_any_number_of_tokens(adapter):
             with torch.compiler.set_stance(stance):
                 answer = head(states, target=target)
             total = (answer.logprob + 0.3 * answer.entropy).sum()
-            found.append([answer.logprob, answer.entropy, *torch.autograd.grad(total, [states, *trained])])
+            found.append(
+                [answer.logprob, answer.entropy, *torch.autograd.grad(total, [states, *trained])]
+            )
         for ours, eager in zip(*found, strict=True):
             assert torch.equal(ours, eager)
 
@@ -309,12 +359,16 @@ def test_a_fused_model_generates_is_saved_and_loaded_as_before(adapter, tmp_path
     expected = model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)
     names = list(model.state_dict())
     policy = policy_of(model)
-    assert torch.equal(model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False), expected)
+    assert torch.equal(
+        model.generate(input_ids=prompt, max_new_tokens=8, do_sample=False), expected
+    )
     assert list(model.state_dict()) == names
     copies = [pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)]
     if not adapter:
         model.save_pretrained(tmp_path)
-        loaded = in_full_precision(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64))
+        loaded = in_full_precision(
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+        )
         copies.append(policy_of(loaded))
     batch, before = collate(EXAMPLES), policy(collate(EXAMPLES)).logprob
     with torch.no_grad():  # what a copy shares with the original shows now
@@ -334,7 +388,8 @@ def test_hooks_that_replaced_the_forward_of_a_head_still_run(caplog):
     model = make_model()
     add_hook_to_module(model.lm_head, ModelHook())
     policy = assert_like_plain(model)
-    assert policy_of(model).head.forward.args[3] is policy.head.forward.args[3]  # fused twice, wrapped once
+    # fused twice, wrapped once
+    assert policy_of(model).head.forward.args[3] is policy.head.forward.args[3]
     ids = torch.tensor([[3, 4, 5]])
     once = model(ids).logits
     remove_hook_from_module(model.lm_head)

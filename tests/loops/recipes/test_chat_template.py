@@ -9,7 +9,10 @@ from tiny import save_model, sums, write_rows
 
 def test_a_template_and_its_arguments_may_stand_in_the_configuration(tmp_path):
     model = save_model(tmp_path / "start")
-    data = write_rows(tmp_path / "messages.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)])
+    data = write_rows(
+        tmp_path / "messages.jsonl",
+        [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)],
+    )
     template = (
         "{% for m in messages %}{{ '0' if zeros and m.role == 'assistant' else '' }}{{ m.content }}{{ eos_token }}"
         "{% endfor %}"

@@ -21,7 +21,9 @@ def stages(monkeypatch):
             found[name] = config
             shutil.copytree(config.model, f"{config.output}/model")
             lines = [{"step": step, metric: 0.5} for step in (1, 2)]
-            (demo.Path(config.output) / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (demo.Path(config.output) / "metrics.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
             return SimpleNamespace(train=dict)
 
         return run
@@ -34,13 +36,18 @@ def stages(monkeypatch):
 
 @pytest.fixture
 def scored(monkeypatch):
-    """The questions that each model was scored on; answers to others are right and wrong in turns."""
+    """The questions that each model was scored on; answers to others are right and wrong in
+    turns.
+    """
     asked = {}
 
     def answer(model, questions, *, count, temperature):
         if temperature == 0:
             asked[model.parent.name] = questions
-        return [[demo.solve(question), "999"] * (count // 2) or [demo.solve(question)] for question in questions]
+        return [
+            [demo.solve(question), "999"] * (count // 2) or [demo.solve(question)]
+            for question in questions
+        ]
 
     monkeypatch.setattr(demo, "sample", answer)
     return asked
@@ -54,7 +61,9 @@ def test_no_stage_trains_on_a_question_that_accuracies_are_of(stages, scored, tm
     accuracy = demo.demo(demo.Demo(str(tmp_path / "run")))
     assert list(accuracy) == ["before training", "after SFT", "after DPO", "after GRPO"]
     held_out = set(scored["grpo"])
-    assert len(held_out) == 1000 and all(set(questions) == held_out for questions in scored.values())
+    assert len(held_out) == 1000 and all(
+        set(questions) == held_out for questions in scored.values()
+    )
     taught, paired, rewarded = (set(prompts(stages[name])) for name in ("sft", "dpo", "grpo"))
     assert not held_out & (taught | paired | rewarded)
     assert not taught & paired and rewarded >= taught | paired
@@ -74,7 +83,10 @@ def test_the_reward_is_for_the_digits_as_they_were_taught(stages, scored, tmp_pa
     (exact,) = resolve_rewards(stages["grpo"].rewards, tokenizer=None)
     row = {"answer": demo.solve("03+04=")}
     for said, reward in (("007", 1.0), ("7", 0.0), ("0070", 0.0), ("", 0.0)):
-        assert exact.function(row, Sample(0, 0, [1], [2], [True], [0.0], [], "stop", text=said)) == reward, said
+        assert (
+            exact.function(row, Sample(0, 0, [1], [2], [True], [0.0], [], "stop", text=said))
+            == reward
+        ), said
 
 
 def test_the_learning_rate_of_every_stage_falls(stages, scored, tmp_path):

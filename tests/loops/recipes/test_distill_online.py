@@ -43,13 +43,22 @@ def common(tmp_path_factory):
 
 def test_a_share_of_the_steps_learns_from_answers_of_the_student(common, tmp_path):
     """Three epochs of ten rows, four a step: eight steps, of which the last has two rows."""
-    config = Distill(**common, output=str(tmp_path / "run"), epochs=3, on_policy=0.5, seed=1, eval_data=common["data"])
+    config = Distill(
+        **common,
+        output=str(tmp_path / "run"),
+        epochs=3,
+        on_policy=0.5,
+        seed=1,
+        eval_data=common["data"],
+    )
     open_distill(config).train()
     logged = lines(tmp_path / "run")[1:]
     own = [line["on_policy"] == 1 for line in logged]
     assert [step for step, mine in enumerate(own) if mine] == on_policy_steps(8, 0.5, seed=1)
     assert 0 < sum(own) < 8
-    assert all(("completions/mean_length" in line) == mine for line, mine in zip(logged, own, strict=True))
+    assert all(
+        ("completions/mean_length" in line) == mine for line, mine in zip(logged, own, strict=True)
+    )
     assert all(line["distillation"] > 0 for line in logged)
     samples = stored(tmp_path / "run")
     assert [sample["task"] for sample in samples] == list(range(4 * sum(own)))
@@ -60,19 +69,30 @@ def test_a_share_of_the_steps_learns_from_answers_of_the_student(common, tmp_pat
 def test_the_prompts_of_such_a_step_are_those_that_the_data_has_for_it(common, tmp_path):
     open_distill(Distill(**common, output=str(tmp_path / "data"), steps=2, shuffle=False)).train()
     open_distill(
-        Distill(**common, output=str(tmp_path / "own"), steps=2, shuffle=False, on_policy=1.0, group_size=2)
+        Distill(
+            **common,
+            output=str(tmp_path / "own"),
+            steps=2,
+            shuffle=False,
+            on_policy=1.0,
+            group_size=2,
+        )
     ).train()
     prompts = [sample["prompt"] for sample in stored(tmp_path / "own")]
     rows = [json.loads(line)["prompt"] for line in Path(common["data"]).read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(common["model"])
     how = {"add_generation_prompt": True, "return_dict": False}
-    assert prompts == [tokenizer.apply_chat_template(row, **how) for row in rows[:8] for _ in range(2)]
+    assert prompts == [
+        tokenizer.apply_chat_template(row, **how) for row in rows[:8] for _ in range(2)
+    ]
     assert lines(tmp_path / "own")[0]["distillation"] != lines(tmp_path / "data")[0]["distillation"]
 
 
 def test_other_losses_learn_from_the_answers_of_the_data_alone(common, tmp_path):
     mix = {"distillation": 1.0, "nll": 0.5}
-    open_distill(Distill(**common, output=str(tmp_path / "run"), steps=1, on_policy=1.0, loss=mix)).train()
+    open_distill(
+        Distill(**common, output=str(tmp_path / "run"), steps=1, on_policy=1.0, loss=mix)
+    ).train()
     open_distill(Distill(**common, output=str(tmp_path / "alone"), steps=1, on_policy=1.0)).train()
     (mixed,), (alone,) = lines(tmp_path / "run"), lines(tmp_path / "alone")
     assert mixed["nll"] == 0
@@ -87,7 +107,9 @@ def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(common
         "group_size": 32,
     }
     loss = {"sampled_reverse_kl": 1.0, "distillation": 1e-9}  # the second only measures
-    open_distill(Distill(**fields, output=str(tmp_path / "run"), steps=20, on_policy=1.0, loss=loss)).train()
+    open_distill(
+        Distill(**fields, output=str(tmp_path / "run"), steps=20, on_policy=1.0, loss=loss)
+    ).train()
     logged = lines(tmp_path / "run")
     for line in logged[:2]:  # an unbiased estimate
         assert line["reverse_kl"] == pytest.approx(line["distillation"], rel=0.3)
@@ -97,21 +119,29 @@ def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(common
 def test_a_teacher_of_two_losses_is_loaded_once(common, tmp_path, monkeypatch):
     loaded, load = [], teacher.load_teacher
     for module in (distill, teacher):
-        monkeypatch.setattr(module, "load_teacher", lambda *arguments: loaded.append(arguments) or load(*arguments))
+        monkeypatch.setattr(
+            module, "load_teacher", lambda *arguments: loaded.append(arguments) or load(*arguments)
+        )
     loss = {"sampled_reverse_kl": 1.0, "distillation": 1.0}
     open_distill(Distill(**common, output=str(tmp_path / "run"), on_policy=1.0, loss=loss))
     assert len(loaded) == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
+# the dead leave files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
-    config = Distill(**common, output=str(tmp_path / "undisturbed"), steps=6, on_policy=0.5, save_every=2, seed=1)
+    config = Distill(
+        **common, output=str(tmp_path / "undisturbed"), steps=6, on_policy=0.5, save_every=2, seed=1
+    )
     open_distill(config).train()
     disturbed = replace(config, output=str(tmp_path / "disturbed"), resume=True)
     with pytest.raises(Killed), dying_in_step(6):
         open_distill(disturbed).train()
     open_distill(disturbed).train()
-    one, other = (load_file(tmp_path / name / "model/model.safetensors") for name in ("undisturbed", "disturbed"))
+    one, other = (
+        load_file(tmp_path / name / "model/model.safetensors")
+        for name in ("undisturbed", "disturbed")
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert stored(tmp_path / "undisturbed") == stored(tmp_path / "disturbed")
 
@@ -121,15 +151,28 @@ def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp
     [
         ({"on_policy": 1.5}, "on_policy: must be >= 0 and <= 1, got 1.5"),
         ({"loss": "sampled_reverse_kl"}, "set on_policy above 0"),
-        ({"on_policy": 0.5, "teacher": Teacher(model="x", top_k=3)}, "neither teacher.top_k nor teacher.logprobs"),
+        (
+            {"on_policy": 0.5, "teacher": Teacher(model="x", top_k=3)},
+            "neither teacher.top_k nor teacher.logprobs",
+        ),
         ({"on_policy": 0.5, "teacher": Teacher(logprobs="x")}, "give --teacher.model"),
         ({"on_policy": 0.5, "teacher": Teacher()}, "teacher: distillation needs one"),
         ({"on_policy": 0.5, "temperature": 0.0}, "temperature: at 0"),
-        ({"on_policy": 0.5, "loss": "sampled_reverse_kl", "top_p": 0.9}, "top_p, top_k: .* use the loss distillation"),
-        ({"on_policy": 0.5, "loss": {"distillation": {"weight": "importance"}}}, "have no column 'importance'"),
+        (
+            {"on_policy": 0.5, "loss": "sampled_reverse_kl", "top_p": 0.9},
+            "top_p, top_k: .* use the loss distillation",
+        ),
+        (
+            {"on_policy": 0.5, "loss": {"distillation": {"weight": "importance"}}},
+            "have no column 'importance'",
+        ),
     ],
 )
-def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
+def test_wrong_settings_are_refused_before_a_model_is_loaded(
+    config, message, common, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded")
+    )
     with pytest.raises(ValueError, match=message):
         open_distill(Distill(**{**common, "output": str(tmp_path / "run"), **config})).train()

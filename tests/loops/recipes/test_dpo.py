@@ -1,4 +1,6 @@
-"""Preference training: what its fields change in the loss, against their definitions on plain logits."""
+"""Preference training: what its fields change in the loss, against their definitions on plain
+logits.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -51,12 +53,19 @@ def test_ld_alpha_discounts_what_an_answer_says_beyond_the_other(policy, batch, 
     config = replace(CONFIG, ld_alpha=alpha)
     read = policy_tensors(reference=reference, reduce=completion_logprob(config), pairs=True)
     loss, _ = compose({"dpo": Term(partial(dpo, beta=0.1))}, read)(policy, batch)["dpo"]
-    now = [rows.gather(1, target[:, None])[:, 0] for rows, target in log_softmax_of_answers(policy, batch)]
+    now = [
+        rows.gather(1, target[:, None])[:, 0]
+        for rows, target in log_softmax_of_answers(policy, batch)
+    ]
     before = list(reference(batch).split([len(x) for x in now]))
     for pair in range(COUNT):
         chosen, rejected = 2 * pair, 2 * pair + 1
         shared = min(len(now[chosen]), len(now[rejected]))
-        tensors = [x[i][:shared].sum() + alpha * x[i][shared:].sum() for x in (now, before) for i in (chosen, rejected)]
+        tensors = [
+            x[i][:shared].sum() + alpha * x[i][shared:].sum()
+            for x in (now, before)
+            for i in (chosen, rejected)
+        ]
         expected, _ = dpo(*(tensor[None] for tensor in tensors), beta=0.1)
         torch.testing.assert_close(loss[pair], expected[0], rtol=1e-6, atol=1e-8)
 
@@ -75,10 +84,14 @@ def test_wpo_weighs_a_pair_by_how_likely_the_policy_is_to_say_it(policy, batch):
             for rows, target in log_softmax_of_answers(policy, batch)
         ]
     ).detach()
-    torch.testing.assert_close(losses[1], losses[0] * weight[0::2] * weight[1::2], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(
+        losses[1], losses[0] * weight[0::2] * weight[1::2], rtol=1e-5, atol=1e-8
+    )
 
 
-def test_token_level_dpo_reads_the_divergence_of_whole_completions_from_the_reference(policy, batch):
+def test_token_level_dpo_reads_the_divergence_of_whole_completions_from_the_reference(
+    policy, batch
+):
     reference_model = Policy(make_model("llama", seed=1))
     terms = {
         "tdpo1": Term(partial(tdpo1, beta=0.1)),
@@ -86,9 +99,15 @@ def test_token_level_dpo_reads_the_divergence_of_whole_completions_from_the_refe
     }
     teacher = partial(reference_model.teacher_outputs, beta=0.0, temperature=1.0)
     read = policy_tensors(reference=frozen_copy(reference_model), teacher=teacher, pairs=True)
-    losses = {name: loss.detach() for name, (loss, _) in compose(terms, read)(policy, batch).items()}
+    losses = {
+        name: loss.detach() for name, (loss, _) in compose(terms, read)(policy, batch).items()
+    }
     sums, divergences, lengths = [], [], []
-    pairs = zip(log_softmax_of_answers(policy, batch), log_softmax_of_answers(reference_model, batch), strict=True)
+    pairs = zip(
+        log_softmax_of_answers(policy, batch),
+        log_softmax_of_answers(reference_model, batch),
+        strict=True,
+    )
     for (now, target), (before, _) in pairs:
         sums.append([x.gather(1, target[:, None]).sum() for x in (now, before)])
         divergences.append((before.exp() * (before - now)).sum())
@@ -98,7 +117,10 @@ def test_token_level_dpo_reads_the_divergence_of_whole_completions_from_the_refe
         h = sums[chosen][0] - sums[chosen][1] - sums[rejected][0] + sums[rejected][1]
         spread = divergences[rejected] - divergences[chosen]
         longer = lengths[chosen] - lengths[rejected]
-        expected = [-(0.1 * (h - spread)).sigmoid().log(), -(0.1 * h + 0.02 * longer).sigmoid().log()]
+        expected = [
+            -(0.1 * (h - spread)).sigmoid().log(),
+            -(0.1 * h + 0.02 * longer).sigmoid().log(),
+        ]
         for loss, wanted in zip(losses.values(), expected, strict=True):
             torch.testing.assert_close(loss[pair], wanted, rtol=1e-5, atol=1e-7)
 
@@ -108,7 +130,10 @@ def test_token_level_dpo_wants_a_teacher_and_the_divergence_of_its_paper():
         dpo_losses(replace(CONFIG, loss="tdpo1"))
     mix = {"tdpo2": {"alpha": 0.5}}
     wrong = Teacher(model="reference", divergence="reverse_kl")
-    with pytest.raises(ValueError, match=r"^teacher\.divergence: TDPO sums KL\(reference\|\|policy\), wanted forward"):
+    with pytest.raises(
+        ValueError,
+        match=r"^teacher\.divergence: TDPO sums KL\(reference\|\|policy\), wanted forward",
+    ):
         dpo_losses(replace(CONFIG, loss=mix, teacher=wrong))
     losses = dpo_losses(replace(CONFIG, loss=mix, teacher=Teacher(model="reference")))
     assert losses["tdpo2"].function.keywords == {"beta": 0.1, "alpha": 0.5}
@@ -121,7 +146,10 @@ def test_an_f_divergence_scores_ratios_and_leaves_log_probs_as_they_are(policy, 
         compose(terms, policy_tensors(reference=reference, score=how, pairs=True))(policy, batch)
         for how in (None, score)
     )
-    now, before = (sequence_sum(x, batch.sequence, 2 * COUNT) for x in (policy(batch).logprob, reference(batch)))
+    now, before = (
+        sequence_sum(x, batch.sequence, 2 * COUNT)
+        for x in (policy(batch).logprob, reference(batch))
+    )
     chosen, rejected = (score(now - before)[which::2] for which in (0, 1))
     zero = torch.zeros(COUNT, dtype=torch.float64)
     torch.testing.assert_close(scored["dpo"][0], dpo(chosen, rejected, zero, zero, beta=0.1)[0])
@@ -139,11 +167,18 @@ def gradient_of_trl():
     policy, reference, batch = make_policy(), make_policy(seed=1), collate(make_examples(EXAMPLES))
     with Accelerator().autocast():
         now, before = (
-            torch.stack([rows.gather(1, t[:, None]).sum() for rows, t in log_softmax_of_answers(which, batch)])
+            torch.stack(
+                [
+                    rows.gather(1, t[:, None]).sum()
+                    for rows, t in log_softmax_of_answers(which, batch)
+                ]
+            )
             for which in (policy, reference)
         )
         loss = dpo_trainer_loss([now[::2], now[1::2], before[::2].detach(), before[1::2].detach()])
-    return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(policy.parameters()))])
+    return torch.cat(
+        [gradient.flatten() for gradient in torch.autograd.grad(loss, list(policy.parameters()))]
+    )
 
 
 def test_under_autocast_our_gradient_is_as_near_to_the_exact_one_as_that_of_trl():

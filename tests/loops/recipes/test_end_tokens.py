@@ -1,4 +1,6 @@
-"""A model that was trained on conversations ends its answers by itself, wherever it is used next."""
+"""A model that was trained on conversations ends its answers by itself, wherever it is used
+next.
+"""
 
 import json
 
@@ -14,7 +16,8 @@ from forked import run_forked
 from tiny import save_model, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-EOS, END = 2, 1  # the end of a document, which the base model was made with, and of a message under its template
+# the end of a document, which the base model was made with, and of a message under its template
+EOS, END = 2, 1
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 ANSWER = [{"role": "assistant", "content": "4"}]
 
@@ -43,14 +46,25 @@ def test_a_base_model_that_learns_a_chat_template_ends_its_answers(tmp_path, cap
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    prompt = tokenizer.apply_chat_template(
+        QUESTION, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     with torch.no_grad():
         out = model.generate(**prompt, max_new_tokens=20, do_sample=False, pad_token_id=EOS)
     assert tokenizer.decode(out[0, prompt["input_ids"].shape[1] :]) == "4<|end|>"
     assert model.generation_config.eos_token_id == [EOS, END]
 
     online = ("--rewards", "{math: 1.0}")
-    sampling = ("--steps", "2", "--prompts_per_rollout", "1", "--group_size", "4", "--max_tokens", "20")
+    sampling = (
+        "--steps",
+        "2",
+        "--prompts_per_rollout",
+        "1",
+        "--group_size",
+        "4",
+        "--max_tokens",
+        "20",
+    )
     rows = [{"prompt": QUESTION, "answer": "4"}]
     assert burnish("grpo", tmp_path, "grpo", tmp_path / "run/model", rows, *online, *sampling) == 0
     for line in (tmp_path / "grpo/metrics.jsonl").read_text().splitlines():
@@ -58,11 +72,19 @@ def test_a_base_model_that_learns_a_chat_template_ends_its_answers(tmp_path, cap
     assert ends(tmp_path / "grpo/model") == [EOS, END]
 
 
-PAIRS = [{"prompt": QUESTION, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": "5"}]}]
+PAIRS = [
+    {"prompt": QUESTION, "chosen": ANSWER, "rejected": [{"role": "assistant", "content": "5"}]}
+]
 FEEDBACK = [{"prompt": QUESTION, "completion": ANSWER, "label": True}] * 2
 MESSAGES = [{"messages": QUESTION + ANSWER}]
 TEXTS = [{"prompt": "2 + 2?", "completion": "4"}]
-ONLINE = {"rewards": {"math": 1.0}, "prompts_per_rollout": 1, "group_size": 2, "max_tokens": 3, "source": "policy"}
+ONLINE = {
+    "rewards": {"math": 1.0},
+    "prompts_per_rollout": 1,
+    "group_size": 2,
+    "max_tokens": 3,
+    "source": "policy",
+}
 
 
 def opened(recipe, tmp_path, rows, **settings):
@@ -86,7 +108,9 @@ def opened(recipe, tmp_path, rows, **settings):
     ],
     ids=["dpo", "kto", "orpo", "cpo", "sft-all", "sft-completion", "distill", "grpo"],
 )
-def test_every_recipe_on_conversations_ends_with_what_the_template_writes(tmp_path, recipe, rows, settings):
+def test_every_recipe_on_conversations_ends_with_what_the_template_writes(
+    tmp_path, recipe, rows, settings
+):
     if settings.get("teacher"):
         settings = {"teacher": Teacher(model=str(save_base(tmp_path / "base")))}
     assert opened(recipe, tmp_path, rows, **settings) == [EOS, END]
@@ -99,14 +123,19 @@ def test_plain_texts_add_only_the_end_token_of_the_tokenizer(tmp_path):
 
 
 def test_an_answer_that_is_cut_shows_its_end_token_nevertheless(tmp_path):
-    """What a cut leaves last may be special too, such as the end of a thought; it ends no answer."""
+    """What a cut leaves last may be special too, such as the end of a thought; it ends no
+    answer.
+    """
     long = [{"role": "assistant", "content": "<|start|> and more than fits"}]
     rows = [{"prompt": QUESTION, "completion": long}]
     prompt = len(
-        AutoTokenizer.from_pretrained(save_base(tmp_path / "base"))("<|start|>user\n2 + 2?<|end|>\n").input_ids
+        AutoTokenizer.from_pretrained(save_base(tmp_path / "base"))(
+            "<|start|>user\n2 + 2?<|end|>\n"
+        ).input_ids
     )
     prompt += len("-assistant\n")
-    for limit in range(prompt + 1, prompt + 4):  # the first of these cuts right after the special token
+    # the first of these cuts right after the special token
+    for limit in range(prompt + 1, prompt + 4):
         assert opened("sft", tmp_path, rows, max_length=limit) == [EOS, END]
 
 
@@ -122,13 +151,29 @@ def test_merged_and_bare_adapters_keep_the_end_tokens(tmp_path, capsys):
 def test_a_resumed_run_and_an_object_keep_the_end_tokens(tmp_path):
     base = save_base(tmp_path / "base")
     for total, resume in (("1", "false"), ("2", "true")):
-        flags = ("--steps", total, "--batch_size", "1", "--schedule", "constant", "--resume", resume)
+        flags = (
+            "--steps",
+            total,
+            "--batch_size",
+            "1",
+            "--schedule",
+            "constant",
+            "--resume",
+            resume,
+        )
         assert burnish("sft", tmp_path, "run", base, MESSAGES, *flags) == 0
         assert ends(tmp_path / "run/model") == [EOS, END]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(base),
+        AutoTokenizer.from_pretrained(base),
+    )
     run = burnish_package.sft(model, MESSAGES, tokenizer=tokenizer, steps=1, batch_size=1)
     run.train()
-    assert run.model.generation_config.eos_token_id == model.generation_config.eos_token_id == [EOS, END]
+    assert (
+        run.model.generation_config.eos_token_id
+        == model.generation_config.eos_token_id
+        == [EOS, END]
+    )
 
 
 def test_a_stream_keeps_the_end_tokens_of_its_later_steps(tmp_path):
@@ -156,7 +201,9 @@ def test_a_stream_keeps_the_end_tokens_of_its_later_steps(tmp_path):
 def test_two_ranks_save_the_end_tokens(tmp_path, shards):
     start = save_base(tmp_path / "base")
     data = write_rows(tmp_path / "rows.jsonl", MESSAGES * 4)
-    for status, printed in run_forked(2, "rank_ended", str(start), str(data), str(tmp_path / "run"), shards):
+    for status, printed in run_forked(
+        2, "rank_ended", str(start), str(data), str(tmp_path / "run"), shards
+    ):
         assert status == 0, printed[-3000:]
     assert ends(tmp_path / "run/model") == [EOS, END]
 

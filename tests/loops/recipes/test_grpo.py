@@ -1,4 +1,6 @@
-"""GRPO, RLOO and their relatives: what each variant computes, logs and refuses; and death at any step."""
+"""GRPO, RLOO and their relatives: what each variant computes, logs and refuses; and death at any
+step.
+"""
 
 import asyncio
 import gc
@@ -58,7 +60,10 @@ def test_every_variant_takes_two_steps_and_logs_what_it_should(variant, common, 
 
 def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
     fields = {**common, "output": str(tmp_path / "run"), "group_size": 2}
-    flags = [f"--{name}={json.dumps(value) if isinstance(value, dict) else value}" for name, value in fields.items()]
+    flags = [
+        f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"
+        for name, value in fields.items()
+    ]
     assert main(["rloo", *flags]) == 0
     first, last = lines(tmp_path / "run")
     assert {"completion_surrogate", "kl"} <= first.keys()
@@ -69,29 +74,59 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rewards": {}}, "rewards: none is named, .* give at least one, such as --rewards '{exact_match: 1.0}'"),
+        (
+            {"rewards": {}},
+            "rewards: none is named, .* give at least one, such as --rewards '{exact_match: 1.0}'",
+        ),
         ({"rewards": {"exact": 1.0}}, "exact_match"),
-        ({"group_size": 1}, "group_size: .* wanted >= 2, got 1; ppo learns from single completions"),
+        (
+            {"group_size": 1},
+            "group_size: .* wanted >= 2, got 1; ppo learns from single completions",
+        ),
         ({"temperature": 0.0}, "temperature: at 0 every completion of a prompt is the same"),
         ({"max_tokens": 0}, "max_tokens: must be > 0, got 0"),
         ({"top_p": 0.9}, "top_p, top_k: .* set a correction, and leave old_logprobs out"),
         ({"top_k": 5, "old_logprobs": "recomputed"}, "top_p, top_k: "),
-        ({"correction": "tis", "old_logprobs": "sampled"}, "correction: tis .* leave old_logprobs out"),
+        (
+            {"correction": "tis", "old_logprobs": "sampled"},
+            "correction: tis .* leave old_logprobs out",
+        ),
         ({"correction": "tis", "variant": "gspo"}, "tis weighs tokens, and gspo has one entry per"),
         (
             {"correction": "icepop", "correction_low": 9.0},
             "correction_high: wanted low <= high, got 9.0 and 5.0",
         ),
-        ({"reference": "precompute"}, "reference: must be one of auto, copy, adapters_off, got 'precompute'"),
+        (
+            {"reference": "precompute"},
+            "reference: must be one of auto, copy, adapters_off, got 'precompute'",
+        ),
         ({"beta": -1.0}, "beta: must be >= 0"),
         ({"variant": "rloo", "scale": "group"}, "scale: .* use batch or none"),
-        ({"reward_aggregation": "normalize", "beta": 0.1, "kl_as": "reward"}, "reward_aggregation: normalize"),
-        ({"use_bias_correction_kl": True, "kl_as": "reward"}, "use_bias_correction_kl: is for the diverg.* loss"),
-        ({"beta": 0.1, "kl": "k1"}, "kl: k1 as a loss, here kl, .* use k2 or k3, or .*kl_as: reward"),
-        ({"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.1}}}, "here kl_estimate, "),
-        ({"variant": "gspo", "weighting": "token_mean"}, "weighting: token_mean .* gspo has one entry per completion"),
         (
-            {"loss": {"gmpo": 1, "clipped_surrogate": {"weighting": "token_mean"}}, "weighting": "length_normalized"},
+            {"reward_aggregation": "normalize", "beta": 0.1, "kl_as": "reward"},
+            "reward_aggregation: normalize",
+        ),
+        (
+            {"use_bias_correction_kl": True, "kl_as": "reward"},
+            "use_bias_correction_kl: is for the diverg.* loss",
+        ),
+        (
+            {"beta": 0.1, "kl": "k1"},
+            "kl: k1 as a loss, here kl, .* use k2 or k3, or .*kl_as: reward",
+        ),
+        (
+            {"loss": {"clipped_surrogate": 1, "kl_estimate": {"kind": "k1", "coefficient": 0.1}}},
+            "here kl_estimate, ",
+        ),
+        (
+            {"variant": "gspo", "weighting": "token_mean"},
+            "weighting: token_mean .* gspo has one entry per completion",
+        ),
+        (
+            {
+                "loss": {"gmpo": 1, "clipped_surrogate": {"weighting": "token_mean"}},
+                "weighting": "length_normalized",
+            },
             "gmpo has one entry per completion; clipped_surrogate has its own; leave it out",
         ),
         ({"steps": 0}, "steps: must be > 0, got 0"),
@@ -101,8 +136,12 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ({"max_staleness": -1}, "max_staleness"),
     ],
 )
-def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
+def test_wrong_settings_are_refused_before_a_model_is_loaded(
+    config, message, common, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded")
+    )
     with pytest.raises(ValueError, match=message):
         open_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), **config})).train()
 
@@ -126,8 +165,12 @@ def test_an_estimator_that_only_measures_and_a_weighting_that_weighs_something_a
     assert grpo_losses(GRPO(model="", data="", output="", **config))
 
 
-def test_a_reward_that_reads_a_missing_column_is_refused_before_a_model_is_loaded(common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
+def test_a_reward_that_reads_a_missing_column_is_refused_before_a_model_is_loaded(
+    common, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded")
+    )
     rewards = {"exact_match": {"column": "solution"}}
     with pytest.raises(ValueError, match="'solution'"):
         open_grpo(GRPO(**{**common, "output": str(tmp_path / "run"), "rewards": rewards})).train()
@@ -142,7 +185,8 @@ def weights(directory):
     [
         ({"rewards": {"online:alike": 1.0}}, 4, 0),
         ({"rewards": {"online:unknown": 1.0}}, None, 15 / 16),
-        ({"mask_truncated": True, "max_tokens": 1, "seed": 2}, None, 1),  # of these none happens to end
+        # of these none happens to end
+        ({"mask_truncated": True, "max_tokens": 1, "seed": 2}, None, 1),
     ],
     ids=["alike", "without a score", "cut"],
 )
@@ -160,7 +204,9 @@ def test_a_rollout_that_teaches_nothing_takes_no_step(config, alike, masked, com
 
 
 def test_momentum_does_not_move_the_weights_where_no_reward_does(common, tmp_path):
-    config = GRPO(**{**common, "output": str(tmp_path / "three"), "rewards": {"online:alike_in_the_end": 1.0}})
+    config = GRPO(
+        **{**common, "output": str(tmp_path / "three"), "rewards": {"online:alike_in_the_end": 1.0}}
+    )
     open_grpo(replace(config, steps=3)).train()
     open_grpo(replace(config, output=str(tmp_path / "two"))).train()
     assert [line["skipped"] for line in lines(tmp_path / "three")] == [0, 0, 1]
@@ -169,7 +215,9 @@ def test_momentum_does_not_move_the_weights_where_no_reward_does(common, tmp_pat
 
 def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
     rewards = {"online:alike_in_the_end": 1.0}
-    open_grpo(GRPO(**{**common, "output": str(tmp_path), "rewards": rewards, "steps": 3, "beta": 0.1})).train()
+    open_grpo(
+        GRPO(**{**common, "output": str(tmp_path), "rewards": rewards, "steps": 3, "beta": 0.1})
+    ).train()
     last = lines(tmp_path)[-1]
     assert last["zero_std_groups"] == 4
     assert last["loss"] == pytest.approx(0.1 * last["kl"]) != 0
@@ -177,15 +225,25 @@ def test_the_reference_pulls_where_no_reward_does(common, tmp_path):
 
 
 @pytest.mark.parametrize("correction", ["tis", "sequence_mask"])
-def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(correction, common, tmp_path):
+def test_answers_drawn_from_a_part_of_the_distribution_are_corrected_for(
+    correction, common, tmp_path
+):
     """What the sampler left out has no log-prob there, and is not drawn: nothing is NaN."""
-    part = {"top_k": 5, "top_p": 0.9, "old_logprobs": "recomputed", "epochs_per_rollout": 2, "correction": correction}
+    part = {
+        "top_k": 5,
+        "top_p": 0.9,
+        "old_logprobs": "recomputed",
+        "epochs_per_rollout": 2,
+        "correction": correction,
+    }
     open_grpo(GRPO(**{**common, **part, "output": str(tmp_path)})).train()
-    assert all(min(sample["logprobs"]) > -3 for sample in stored(tmp_path))  # of 258 tokens, five remain
+    # of 258 tokens, five remain
+    assert all(min(sample["logprobs"]) > -3 for sample in stored(tmp_path))
     for line in lines(tmp_path):
         assert all(isfinite(value) for value in line.values())
         assert line["sampling/logp_difference"] > 3
-        assert line["skipped"] == (correction == "sequence_mask")  # six such ratios are far below its bounds
+        # six such ratios are far below its bounds
+        assert line["skipped"] == (correction == "sequence_mask")
 
 
 def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path):
@@ -201,7 +259,8 @@ def test_dynamic_sampling_looks_beyond_groups_without_variance(common, tmp_path)
     assert passed_over > 0
     assert line["zero_std_groups"] == 0
     assert line["tokens"] == 8
-    assert [s["task"] for s in stored(tmp_path / "run")][::2] == list(range(4 + int(passed_over)))  # all are on record
+    # all are on record
+    assert [s["task"] for s in stored(tmp_path / "run")][::2] == list(range(4 + int(passed_over)))
 
 
 def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog):
@@ -211,9 +270,14 @@ def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog
     assert lines(tmp_path / "run")[0]["skipped"] == 1
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
-def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
-    """Two steps per rollout, so that every other one begins with a rollout at hand; samples are on record once."""
+# the dead leave files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_run(
+    common, tmp_path
+):
+    """Two steps per rollout, so that every other one begins with a rollout at hand; samples are on
+    record once.
+    """
     several = {
         "steps": 5,
         "epochs_per_rollout": 2,
@@ -226,7 +290,8 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
     open_grpo(config).train()
     at = tmp_path / "disturbed"
     disturbed = replace(config, output=str(at), resume=True)
-    for _ in range(config.steps - 1):  # each process takes a step, and dies in the next, whose answers are lost
+    # each process takes a step, and dies in the next, whose answers are lost
+    for _ in range(config.steps - 1):
         with pytest.raises(Killed), dying_in_step(2):
             open_grpo(disturbed).train()
         gc.collect()
@@ -240,7 +305,17 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
 
 def rollout(rewards, lengths, groups):
     samples = [
-        Sample(task, index, [1], [5] * length, [True] * length, [0.0] * length, [], "stop", rewards={"right": reward})
+        Sample(
+            task,
+            index,
+            [1],
+            [5] * length,
+            [True] * length,
+            [0.0] * length,
+            [],
+            "stop",
+            rewards={"right": reward},
+        )
         for index, (reward, task, length) in enumerate(zip(rewards, groups, lengths, strict=True))
     ]
     found = RolloutBuffer(samples)
@@ -280,7 +355,10 @@ def test_a_correction_multiplies_the_loss_of_tokens_and_of_answers(kind):
     )
 
     def read(policy, batch):
-        return {("tokens", "logp"): batch.columns["old_logp"], ("tokens", "sequence"): batch.sequence}
+        return {
+            ("tokens", "logp"): batch.columns["old_logp"],
+            ("tokens", "sequence"): batch.sequence,
+        }
 
     expected = -batch.columns["advantage"] * torch.tensor(CORRECTED[kind])
     config = GRPO(model="", data="", output="", old_logprobs="recomputed", correction=kind)
@@ -289,14 +367,18 @@ def test_a_correction_multiplies_the_loss_of_tokens_and_of_answers(kind):
         loss, _ = term(rollout_tensors(read, config, None, batch), batch)
         torch.testing.assert_close(loss, expected if variant == "grpo" else expected[::2])
     narrow = replace(config, correction_high=1.5, correction_low=0.95)
-    weight = corrections(narrow, batch.columns["old_logp"], batch.columns["sampled_logp"], batch.sequence)
+    weight = corrections(
+        narrow, batch.columns["old_logp"], batch.columns["sampled_logp"], batch.sequence
+    )
     assert weight.max() <= 1.5
 
 
 def test_held_out_answers_are_judged_and_leave_the_run_as_it_is(common, tmp_path):
     config = GRPO(**common, output=str(tmp_path / "plain"), save_every=1)
     open_grpo(config).train()
-    open_grpo(replace(config, output=str(tmp_path / "judged"), eval_data=common["data"], eval_every=1)).train()
+    open_grpo(
+        replace(config, output=str(tmp_path / "judged"), eval_data=common["data"], eval_every=1)
+    ).train()
     logged = lines(tmp_path / "judged")
     assert [line["step"] for line in logged] == [0, 1, 2]
     assert all(0 <= line["eval/rewards/even/mean"] <= 1 for line in logged)
@@ -309,16 +391,22 @@ def test_a_run_in_a_notebook_judges_held_out_answers_too(common, tmp_path):
     """Where an event loop runs already."""
 
     async def in_a_notebook():
-        return open_grpo(GRPO(**common, output=str(tmp_path / "inside"), eval_data=common["data"])).train()
+        return open_grpo(
+            GRPO(**common, output=str(tmp_path / "inside"), eval_data=common["data"])
+        ).train()
 
     inside = asyncio.run(in_a_notebook())
-    outside = open_grpo(GRPO(**common, output=str(tmp_path / "outside"), eval_data=common["data"])).train()
+    outside = open_grpo(
+        GRPO(**common, output=str(tmp_path / "outside"), eval_data=common["data"])
+    ).train()
     assert inside["eval/reward"] == outside["eval/reward"]
     assert weights(tmp_path / "inside") == weights(tmp_path / "outside")
 
 
 def test_answers_drawn_while_training_are_of_bounded_age_and_on_record_once(common, tmp_path):
-    open_grpo(GRPO(**{**common, "steps": 4, "max_staleness": 1}, output=str(tmp_path / "run"))).train()
+    open_grpo(
+        GRPO(**{**common, "steps": 4, "max_staleness": 1}, output=str(tmp_path / "run"))
+    ).train()
     logged = lines(tmp_path / "run")
     assert logged[0]["age/max"] == 0
     assert max(line["age/max"] for line in logged) == 1
@@ -356,8 +444,12 @@ def test_the_effective_sample_size_is_that_of_all_micro_batches():
         distance.measure(start[part], sampled[part])
     found = distance.report()
     ratio = (start - sampled).exp()
-    assert found["sampling/effective_sample_size"] == pytest.approx(effective_sample_size(ratio).item() / 9)
+    assert found["sampling/effective_sample_size"] == pytest.approx(
+        effective_sample_size(ratio).item() / 9
+    )
     assert found["sampling/importance_ratio/min"] == pytest.approx(ratio.min().item())
     assert found["sampling/importance_ratio/max"] == pytest.approx(ratio.max().item())
-    assert found["sampling/logp_difference/max"] == pytest.approx((start - sampled).abs().max().item())
+    assert found["sampling/logp_difference/max"] == pytest.approx(
+        (start - sampled).abs().max().item()
+    )
     assert distance.report() == {}

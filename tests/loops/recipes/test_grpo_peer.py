@@ -1,6 +1,8 @@
-"""The same samples, rewards and weights: the policy gradient of the recipe is that of TRL 1.16's GRPOTrainer.
+"""The same samples, rewards and weights: the policy gradient of the recipe is that of TRL 1.16's
+GRPOTrainer.
 
-TRL's own ``_compute_loss`` runs on padded rows of the model; the recipe's way is its whole one, from answers on.
+TRL's own ``_compute_loss`` runs on padded rows of the model; the recipe's way is its whole one,
+from answers on.
 """
 
 import random
@@ -21,8 +23,19 @@ trl = pytest.importorskip("trl", reason="the peer is not installed")
 
 GROUPS, ANSWERS, LIMIT, TEMPERATURE = 3, 4, 8, 0.7
 LOW, HIGH = 0.6, 1.5
-COMMON = {"model": "", "data": "", "output": "", "rewards": {"right": 1.0, "brief": 0.5}, "steps": 1}
-COMMON |= {"prompts_per_rollout": GROUPS, "group_size": ANSWERS, "max_tokens": LIMIT, "temperature": TEMPERATURE}
+COMMON = {
+    "model": "",
+    "data": "",
+    "output": "",
+    "rewards": {"right": 1.0, "brief": 0.5},
+    "steps": 1,
+}
+COMMON |= {
+    "prompts_per_rollout": GROUPS,
+    "group_size": ANSWERS,
+    "max_tokens": LIMIT,
+    "temperature": TEMPERATURE,
+}
 COMMON |= {"loss_kwargs": {"clip_low": LOW, "clip_high": HIGH}}
 
 
@@ -56,17 +69,23 @@ def samples():
 
 
 def padded(model, found):
-    """[answers, LIMIT] log-probs of their tokens, each answer in a row of its own; 0 in the padding."""
+    """[answers, LIMIT] log-probs of their tokens, each answer in a row of its own; 0 in the
+    padding.
+    """
     rows = []
     for sample in found:
-        logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[0, len(sample.prompt) - 1 : -1]
+        logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[
+            0, len(sample.prompt) - 1 : -1
+        ]
         logp = (logits / TEMPERATURE).log_softmax(-1)
         rows.append(logp.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0])
     return pad_sequence(rows, batch_first=True)
 
 
 def theirs(trainer, found, advantage, policy, reference, old=None, args=None, **settings):
-    """The gradient of the trainer's loss by all parameters; ``old`` [answers, LIMIT] where it is not the sampler's."""
+    """The gradient of the trainer's loss by all parameters; ``old`` [answers, LIMIT] where it is
+    not the sampler's.
+    """
     lengths = torch.tensor([len(sample.tokens) for sample in found])
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     if old is None:
@@ -80,7 +99,12 @@ def theirs(trainer, found, advantage, policy, reference, old=None, args=None, **
         pad_across_processes=lambda x, **_: x,
         reduce=lambda x, **_: x,
     )
-    options = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1, **(args or {})}
+    options = {
+        "delta": None,
+        "use_bias_correction_kl": False,
+        "steps_per_generation": 1,
+        **(args or {}),
+    }
     fake = SimpleNamespace(
         **{"importance_sampling_level": "token", "beta": 0.0, **settings},
         epsilon_low=LOW,
@@ -114,12 +138,16 @@ def theirs(trainer, found, advantage, policy, reference, old=None, args=None, **
         "num_items_in_batch": lengths.sum(),
     }
     loss = trainer._compute_loss(fake, None, inputs)
-    return loss.detach(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))])
+    return loss.detach(), torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, list(policy.parameters()))]
+    )
 
 
 def advantages_of(found, *, scaled):
     """(r − mean) / (std + 1e-4) within each group, as TRL computes them."""
-    reward = torch.tensor([s.rewards["right"] + 0.5 * s.rewards["brief"] for s in found]).view(GROUPS, ANSWERS)
+    reward = torch.tensor([s.rewards["right"] + 0.5 * s.rewards["brief"] for s in found]).view(
+        GROUPS, ANSWERS
+    )
     advantage = reward - reward.mean(1, keepdim=True)
     return (advantage / (reward.std(1, keepdim=True) + 1e-4) if scaled else advantage).flatten()
 
@@ -147,13 +175,19 @@ CASES = {
 def test_grpo(name, micro_tokens):
     config, settings, scaled = CASES[name]
     found, policy, reference = samples(), make_policy(), make_policy(seed=1)
-    expected = theirs(trl.GRPOTrainer, found, advantages_of(found, scaled=scaled), policy, reference, **settings)
-    assert_same(ours(replace(config, micro_tokens=micro_tokens), found, policy, reference), expected)
+    expected = theirs(
+        trl.GRPOTrainer, found, advantages_of(found, scaled=scaled), policy, reference, **settings
+    )
+    assert_same(
+        ours(replace(config, micro_tokens=micro_tokens), found, policy, reference), expected
+    )
 
 
 @pytest.mark.parametrize("old", ["sampled", None])
 def test_rloo(old):
-    """TRL's own old log-probs are those of its model at the start, as ours are unless we say otherwise."""
+    """TRL's own old log-probs are those of its model at the start, as ours are unless we say
+    otherwise.
+    """
     assert_same(*rloo_of_both(old))
 
 
@@ -167,7 +201,10 @@ def test_under_autocast_our_gradient_is_as_near_to_the_exact_one_as_theirs(recip
         config, settings, scaled = CASES[recipe]
         found, policy, reference = samples(), make_policy(), make_policy(seed=1)
         with Accelerator().autocast():
-            old, advantage = padded(policy.model, found).detach(), advantages_of(found, scaled=scaled)
+            old, advantage = (
+                padded(policy.model, found).detach(),
+                advantages_of(found, scaled=scaled),
+            )
             expected = theirs(trl.GRPOTrainer, found, advantage, policy, reference, old, **settings)
         return ours(replace(config, old_logprobs="recomputed"), found, policy, reference), expected
 
@@ -180,14 +217,18 @@ def test_under_autocast_our_gradient_is_as_near_to_the_exact_one_as_theirs(recip
 
 
 def rloo_of_both(old):
-    """With the reward's penalty on whole answers: R − β Σ (log π_old − log π_ref), each less the mean of the others."""
+    """With the reward's penalty on whole answers: R − β Σ (log π_old − log π_ref), each less the
+    mean of the others.
+    """
     found, policy, reference = samples(), make_policy(), make_policy(seed=1)
     with Accelerator().autocast():
         logp, ref = (padded(which.model, found).detach() for which in (policy, reference))
         reward = torch.tensor([s.rewards["right"] + 0.5 * s.rewards["brief"] for s in found])
         reward = (reward - 0.1 * (logp - ref).sum(1)).view(GROUPS, ANSWERS)
         advantage = (reward - (reward.sum(1, keepdim=True) - reward) / (ANSWERS - 1)).flatten()
-        expected = theirs(trl.RLOOTrainer, found, advantage, policy, reference, None if old else logp)
+        expected = theirs(
+            trl.RLOOTrainer, found, advantage, policy, reference, None if old else logp
+        )
     return ours(RLOO(**COMMON, beta=0.1, old_logprobs=old), found, policy, reference), expected
 
 

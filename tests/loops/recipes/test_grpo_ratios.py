@@ -1,4 +1,6 @@
-"""What ratios are to, what is clipped where nothing was learned, and how often the reference is run."""
+"""What ratios are to, what is clipped where nothing was learned, and how often the reference is
+run.
+"""
 
 import random
 import sys
@@ -40,20 +42,26 @@ def samples(common, tmp_path_factory):
 def noisy(samples, monkeypatch):
     """The sampler is off by the noise in every log-prob, and by nothing else."""
     draw = random.Random(0)
-    off = [replace(s, logprobs=[logp + draw.gauss(0, NOISE) for logp in s.logprobs]) for s in samples]
+    off = [
+        replace(s, logprobs=[logp + draw.gauss(0, NOISE) for logp in s.logprobs]) for s in samples
+    ]
     monkeypatch.setattr("burnish.loops.rl.sources.open_local", lambda *_, **__: ReplaySource(off))
 
 
 @pytest.fixture
 def clipped(monkeypatch):
-    """Of each unit, in parts: whether it is clipped, or its weight, where that fades instead, is 20 % off."""
+    """Of each unit, in parts: whether it is clipped, or its weight, where that fades instead, is 20
+    % off.
+    """
     found, add = [], SUMS.add
     counted = {"clip_ratio/region": 0.0, "cispo_clip_ratio": 0.0, "vespo/phi_seq": 1.0}
 
     def watched(self, i, losses):
         for name, (_, stats) in losses.items():
             known = {**counted, "ratio": 1.0} if name == "sapo" else counted
-            found.extend((stats[stat] - known[stat]).abs() > 0.2 for stat in known.keys() & stats.keys())
+            found.extend(
+                (stats[stat] - known[stat]).abs() > 0.2 for stat in known.keys() & stats.keys()
+            )
         return add(self, i, losses)
 
     monkeypatch.setattr(SUMS, "add", watched)
@@ -62,9 +70,15 @@ def clipped(monkeypatch):
 
 @pytest.mark.parametrize("recipe", [*VARIANTS, "the recipe rloo"])
 def test_rounding_alone_clips_nothing(recipe, common, noisy, clipped, tmp_path, caplog):
-    """At learning rate 0 a ratio can show nothing but that sampler and trainer round differently."""
+    """At learning rate 0 a ratio can show nothing but that sampler and trainer round
+    differently.
+    """
     config = {**common, "output": str(tmp_path)}
-    open_grpo(GRPO(**config, variant=recipe, dynamic_sampling=False) if recipe in VARIANTS else RLOO(**config)).train()
+    open_grpo(
+        GRPO(**config, variant=recipe, dynamic_sampling=False)
+        if recipe in VARIANTS
+        else RLOO(**config)
+    ).train()
     (line,) = lines(tmp_path)
     assert line["sampling/logp_difference"] == pytest.approx(NOISE * (2 / torch.pi) ** 0.5, rel=0.1)
     units = torch.cat(clipped)
@@ -99,17 +113,33 @@ def test_ratios_of_ppo_are_to_the_policy_that_begins_the_rollout():
     assert ratio_denominator(config, ppo_losses(config)) == "recomputed"
 
 
-def test_what_is_clipped_before_anything_was_learned_is_warned_of_once(common, noisy, tmp_path, caplog):
-    config = {**common, "steps": 2, "output": str(tmp_path), "old_logprobs": "sampled", "variant": "gspo"}
+def test_what_is_clipped_before_anything_was_learned_is_warned_of_once(
+    common, noisy, tmp_path, caplog
+):
+    config = {
+        **common,
+        "steps": 2,
+        "output": str(tmp_path),
+        "old_logprobs": "sampled",
+        "variant": "gspo",
+    }
     open_grpo(GRPO(**config)).train()
     assert all(line["clip_ratio/region"] > 0.05 for line in lines(tmp_path))
-    (warning,) = [record.getMessage() for record in caplog.records if WARNING in record.getMessage()]
+    (warning,) = [
+        record.getMessage() for record in caplog.records if WARNING in record.getMessage()
+    ]
     assert "50 % clipped" in warning
     assert "differ from the trainer's by 0.016 per token; set old_logprobs to recomputed" in warning
 
 
 def test_what_is_clipped_because_something_was_learned_is_no_warning(common, tmp_path, caplog):
-    several = {"max_tokens": 6, "learning_rate": 1e-3, "steps": 3, "epochs_per_rollout": 3, "variant": "gspo"}
+    several = {
+        "max_tokens": 6,
+        "learning_rate": 1e-3,
+        "steps": 3,
+        "epochs_per_rollout": 3,
+        "variant": "gspo",
+    }
     open_grpo(GRPO(**{**common, **several}, output=str(tmp_path))).train()
     first, *later = [line["clip_ratio/region"] for line in lines(tmp_path)]
     assert first == 0
@@ -123,7 +153,10 @@ def test_the_bound_of_log_probs_is_for_weights_of_the_step_and_for_a_whole_distr
         mismatch.check_first_step({"sampling/logp_difference": 0.49, "age/max": 0.0})
         mismatch.check_first_step({"sampling/logp_difference": 9.0, "age/max": 1.0})
         mismatch.check_first_step({})  # every completion was masked
-        with pytest.raises(SourceError, match=r"differ from the trainer's by 0\.51 nats .*max_logp_difference is 0\.5"):
+        with pytest.raises(
+            SourceError,
+            match=r"differ from the trainer's by 0\.51 nats .*max_logp_difference is 0\.5",
+        ):
             mismatch.check_first_step({"sampling/logp_difference": 0.51, "age/max": 0.0})
     some = {"model": "m", "data": "d", "output": "o"}
     assert GRPO(**some).logp_bound == 1.0
@@ -140,7 +173,10 @@ def test_completions_of_older_weights_and_other_ranks_are_no_warning(caplog):
     SamplerMismatch(other, "sampled").check_first_step(metrics)
     assert not caplog.text
     SamplerMismatch(main, "recomputed").check_first_step(metrics)
-    assert "40 % clipped" in caplog.text and "set epochs_per_rollout and minibatches to 1" in caplog.text
+    assert (
+        "40 % clipped" in caplog.text
+        and "set epochs_per_rollout and minibatches to 1" in caplog.text
+    )
 
 
 @pytest.fixture
@@ -174,8 +210,15 @@ def referred(monkeypatch):
     ],
     ids=["ppo", "rloo", "rloo, several steps", "grpo, one epoch", "grpo, several epochs"],
 )
-def test_the_reference_says_each_token_of_a_rollout_once(open_recipe, config, common, referred, tmp_path):
-    short = {**common, "max_tokens": 6, "learning_rate": 1e-3, "steps": config.epochs_per_rollout * config.minibatches}
+def test_the_reference_says_each_token_of_a_rollout_once(
+    open_recipe, config, common, referred, tmp_path
+):
+    short = {
+        **common,
+        "max_tokens": 6,
+        "learning_rate": 1e-3,
+        "steps": config.epochs_per_rollout * config.minibatches,
+    }
     open_recipe(replace(config, **short, output=str(tmp_path))).train()
     assert sum(referred) == sum(sum(sample["trained"]) for sample in stored(tmp_path)) > 0
     assert all(line["kl"] >= 0 for line in lines(tmp_path))

@@ -1,4 +1,6 @@
-"""kill -9 at any moment of online training, and resume: the same weights; above age 0 each answer once, and in time."""
+"""kill -9 at any moment of online training, and resume: the same weights; above age 0 each answer
+once, and in time.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from online import prepare, stored
 
 @pytest.fixture
 def config(tmp_path):
-    """A run whose every kind of state matters: rollouts of several steps, momentum, a schedule, a reference."""
+    """A run whose every kind of state matters: rollouts of several steps, momentum, a schedule, a
+    reference.
+    """
     return {
         **prepare(tmp_path),
         "output": str(tmp_path / "run"),
@@ -24,7 +28,8 @@ def config(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kills"), [("grpo", 0), ("ppo", 0), slow("grpo", 3), exhaustive("grpo", 8), exhaustive("ppo", 4)]
+    ("recipe", "kills"),
+    [("grpo", 0), ("ppo", 0), slow("grpo", 3), exhaustive("grpo", 8), exhaustive("ppo", 4)],
 )
 def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, config):
     config["steps"] = 12 if not kills else 24 if kills == 3 else 36

@@ -22,7 +22,9 @@ COUNT = 6
 
 
 def feed_of(examples, desirable, **options):
-    columns = {field: [getattr(example, field) for example in examples] for field in Example._fields}
+    columns = {
+        field: [getattr(example, field) for example in examples] for field in Example._fields
+    }
     data = Dataset.from_dict({**columns, "desirable": desirable})
     lengths = [len(example.prompt) + len(example.completions[0]) for example in examples]
     batches = Batches(lengths, batch_size=COUNT, micro_tokens=30, seed=0, shuffle=False, epochs=1)
@@ -46,13 +48,17 @@ def answer_logp(policy, prompt, completion):
 
 def test_z0_is_the_mean_log_ratio_of_answers_given_to_other_prompts(policy):
     other = Policy(make_model("llama", seed=1))
-    examples = [Example(e.prompt, e.completions, [[True] * len(e.completions[0])]) for e in make_examples(COUNT, 1)]
+    examples = [
+        Example(e.prompt, e.completions, [[True] * len(e.completions[0])])
+        for e in make_examples(COUNT, 1)
+    ]
     for swapped in (False, True):
         now, before = (other, policy) if swapped else (policy, other)
         feed = feed_of(examples, [True] * COUNT)
         kl = kl_of_mismatched(feed, 0, now, frozen_copy(before), Accelerator())
         ratios = [
-            answer_logp(now, examples[i].prompt, answer) - answer_logp(before, examples[i].prompt, answer)
+            answer_logp(now, examples[i].prompt, answer)
+            - answer_logp(before, examples[i].prompt, answer)
             for i in range(COUNT)
             for answer in examples[(i + COUNT // 2) % COUNT].completions
         ]
@@ -85,7 +91,9 @@ def test_a_step_of_one_class_trains(policy, reference, desirable):
     feed = feed_of(make_examples(COUNT, 1), [desirable] * COUNT, prepare=prepare)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1e-2)
     objective = compose(terms, policy_tensors(reference=reference))
-    metrics = train_step(accelerator, policy, optimizer, feed(0), objective, weightings(terms), max_grad_norm=1.0)
+    metrics = train_step(
+        accelerator, policy, optimizer, feed(0), objective, weightings(terms), max_grad_norm=1.0
+    )
     assert 0 < metrics["kto"] < 1
     assert 0 < metrics["grad_norm"] < 100
     assert metrics["skipped"] == 0
@@ -105,7 +113,9 @@ def test_bco_shifts_by_the_mean_reward_of_the_steps_before(policy, reference):
     assert restored.mean == 1.5
 
 
-ANSWERS = [{"prompt": f"{i}+1=", "completion": str(i + 1 + i % 2), "label": i % 2 == 0} for i in range(12)]
+ANSWERS = [
+    {"prompt": f"{i}+1=", "completion": str(i + 1 + i % 2), "label": i % 2 == 0} for i in range(12)
+]
 
 
 @pytest.fixture
@@ -148,14 +158,20 @@ def test_no_pass_is_longer_than_max_length(run, monkeypatch):
     """Neither those of completions after prompts of others."""
     longest = []
     read = Policy.arranged
-    monkeypatch.setattr(Policy, "arranged", lambda *args, **options: longest.append(args[1]) or read(*args, **options))
+    monkeypatch.setattr(
+        Policy,
+        "arranged",
+        lambda *args, **options: longest.append(args[1]) or read(*args, **options),
+    )
     rows = [
         {"prompt": "a" * 9, "completion": "b", "label": True},
         {"prompt": "a", "completion": "b" * 9, "label": True},
     ]
     status, said, _ = run("--steps", "1", "--batch_size", "2", "--max_length", "10", rows=rows)
     assert status == 0, said
-    sizes = [len(e.prompt) + len(c) for examples in longest for e in examples for c in e.completions]
+    sizes = [
+        len(e.prompt) + len(c) for examples in longest for e in examples for c in e.completions
+    ]
     assert max(sizes) == 10
 
 
@@ -163,7 +179,10 @@ def test_no_pass_is_longer_than_max_length(run, monkeypatch):
     ("flags", "message"),
     [
         (["--loss", "dpo"], "loss: 'dpo' is not one of apo_zero_unpaired, bco"),
-        (["--loss", "{kto: 1, distillation: 1}"], "distillation needs one; give --teacher.model or --teacher.logprobs"),
+        (
+            ["--loss", "{kto: 1, distillation: 1}"],
+            "distillation needs one; give --teacher.model or --teacher.logprobs",
+        ),
         (["--teacher.model", "x"], "no loss of this mix learns from it"),
     ],
 )

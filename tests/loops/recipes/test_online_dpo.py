@@ -12,7 +12,11 @@ from online import lines, prepare
 
 UNKNOWN = "error"  # a failed reward
 TAUGHT = ("distillation", "tdpo1", "tdpo2")  # by a model, which this recipe has not
-NEED = {"simpo": {"gamma": 0.5}, "alpha_po": {"gamma": 0.5, "alpha": 0.25}, "exo": {"label_smoothing": 0.1}}
+NEED = {
+    "simpo": {"gamma": 0.5},
+    "alpha_po": {"gamma": 0.5, "alpha": 0.25},
+    "exo": {"label_smoothing": 0.1},
+}
 NEED |= {
     "discopop": {"tau": 0.05},
     "robust_dpo": {"label_smoothing": 0.1},
@@ -29,7 +33,17 @@ def common(tmp_path_factory):
 
 def rollout(rewards, tasks, finish=None):
     samples = [
-        Sample(task, i, [1], [5], [True], [0.0], [], (finish or {}).get(i, "stop"), rewards={"right": rewards[i]})
+        Sample(
+            task,
+            i,
+            [1],
+            [5],
+            [True],
+            [0.0],
+            [],
+            (finish or {}).get(i, "stop"),
+            rewards={"right": rewards[i]},
+        )
         for i, task in enumerate(tasks)
     ]
     found = RolloutBuffer(samples)
@@ -38,7 +52,9 @@ def rollout(rewards, tasks, finish=None):
 
 
 def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_make_none():
-    found = rollout([0.1, 0.9, 0.5, UNKNOWN, 1.0, 1.0, 0.3, UNKNOWN, 0.7, 0.2], [0, 0, 0, 0, 1, 1, 2, 2, 3, 3])
+    found = rollout(
+        [0.1, 0.9, 0.5, UNKNOWN, 1.0, 1.0, 0.3, UNKNOWN, 0.7, 0.2], [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+    )
     assert best_and_worst(found, penalty=0.0) == [[[1, 0]], [[8, 9]]]
 
 
@@ -58,28 +74,51 @@ def test_an_answer_that_does_not_end_is_worth_less():
 
 
 def test_it_logs_what_it_should_and_separates_its_pairs(common, tmp_path):
-    open_online_dpo(OnlineDPO(**{**common, "steps": 4, "epochs_per_rollout": 2}, output=str(tmp_path / "run"))).train()
+    open_online_dpo(
+        OnlineDPO(**{**common, "steps": 4, "epochs_per_rollout": 2}, output=str(tmp_path / "run"))
+    ).train()
     logged = lines(tmp_path / "run")
-    wanted = {"dpo", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen"}
-    wanted |= {"logps/rejected", "reward", "pairs", "ties", "objective/scores_margin", "completions/mean_length"}
+    wanted = {
+        "dpo",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/margins",
+        "rewards/accuracies",
+        "logps/chosen",
+    }
+    wanted |= {
+        "logps/rejected",
+        "reward",
+        "pairs",
+        "ties",
+        "objective/scores_margin",
+        "completions/mean_length",
+    }
     assert wanted <= logged[0].keys()
     assert logged[0]["dpo"] == pytest.approx(0.6931, abs=1e-3)  # the policy is its own reference
     assert logged[0]["pairs"] + logged[0]["ties"] == 4
-    assert logged[1]["rewards/margins"] > logged[0]["rewards/margins"] + 1e-3  # the same pairs, a step later
+    # the same pairs, a step later
+    assert logged[1]["rewards/margins"] > logged[0]["rewards/margins"] + 1e-3
 
 
 def test_ties_are_counted_and_a_step_of_ties_is_skipped(common, tmp_path):
     open_online_dpo(
-        OnlineDPO(**{**common, "steps": 1, "rewards": {"online:alike": 1.0}}, output=str(tmp_path / "run"))
+        OnlineDPO(
+            **{**common, "steps": 1, "rewards": {"online:alike": 1.0}}, output=str(tmp_path / "run")
+        )
     ).train()
     (line,) = lines(tmp_path / "run")
     assert (line["pairs"], line["ties"], line["skipped"], line["loss"]) == (0, 4, 1, 0)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_policy_and_reference_are_compared_at_the_temperature_of_the_answers(common, tmp_path, temperature):
+def test_policy_and_reference_are_compared_at_the_temperature_of_the_answers(
+    common, tmp_path, temperature
+):
     open_online_dpo(
-        OnlineDPO(**{**common, "steps": 1, "temperature": temperature}, output=str(tmp_path / "run"))
+        OnlineDPO(
+            **{**common, "steps": 1, "temperature": temperature}, output=str(tmp_path / "run")
+        )
     ).train()
     (line,) = lines(tmp_path / "run")
     assert line["rewards/chosen"] == pytest.approx(0, abs=1e-5)
@@ -88,9 +127,17 @@ def test_policy_and_reference_are_compared_at_the_temperature_of_the_answers(com
 
 def test_all_pair_losses_take_a_step(common, tmp_path):
     """In one mix, each with a small coefficient, so that the model is loaded once."""
-    losses = {name: {"coefficient": 0.01, **NEED.get(name, {})} for name in PAIR_LOSSES if name not in TAUGHT}
+    losses = {
+        name: {"coefficient": 0.01, **NEED.get(name, {})}
+        for name in PAIR_LOSSES
+        if name not in TAUGHT
+    }
     open_online_dpo(
-        OnlineDPO(**{**common, "steps": 1, "micro_tokens": None}, loss=losses, output=str(tmp_path / "run"))
+        OnlineDPO(
+            **{**common, "steps": 1, "micro_tokens": None},
+            loss=losses,
+            output=str(tmp_path / "run"),
+        )
     ).train()
     (line,) = lines(tmp_path / "run")
     assert losses.keys() <= line.keys()
@@ -101,13 +148,20 @@ def test_all_pair_losses_take_a_step(common, tmp_path):
     ("config", "message"),
     [
         ({"group_size": 1}, "group_size: a pair needs two completions"),
-        ({"reference": "precompute"}, "reference: must be one of auto, copy, adapters_off, got 'precompute'"),
+        (
+            {"reference": "precompute"},
+            "reference: must be one of auto, copy, adapters_off, got 'precompute'",
+        ),
         ({"loss": "distillation"}, "'distillation' is not one of"),
         ({"beta": -0.1}, "beta"),
         ({"rewards": {}}, "rewards: none is named"),
     ],
 )
-def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
+def test_wrong_settings_are_refused_before_a_model_is_loaded(
+    config, message, common, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded")
+    )
     with pytest.raises(ValueError, match=message):
         open_online_dpo(OnlineDPO(**{**common, "output": str(tmp_path / "run"), **config})).train()

@@ -1,4 +1,6 @@
-"""PPO: generalized advantages, a value function on the policy's backbone, and what it logs and refuses."""
+"""PPO: generalized advantages, a value function on the policy's backbone, and what it logs and
+refuses.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,13 @@ from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Lora
 from burnish.loops.models.io import load_model
-from burnish.loops.recipes.ppo import advantages, objective_metrics, open_critic, open_ppo, with_values
+from burnish.loops.recipes.ppo import (
+    advantages,
+    objective_metrics,
+    open_critic,
+    open_ppo,
+    with_values,
+)
 from burnish.loops.recipes.settings import PPO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
@@ -22,7 +30,12 @@ CONFIG = PPO(model="", data="", output="", beta=0.5, gamma=0.9, lam=0.8, missing
 
 @pytest.fixture(scope="module")
 def common(tmp_path_factory):
-    return {**prepare(tmp_path_factory.mktemp("start")), "group_size": 1, "epochs_per_rollout": 2, "steps": 4}
+    return {
+        **prepare(tmp_path_factory.mktemp("start")),
+        "group_size": 1,
+        "epochs_per_rollout": 2,
+        "steps": 4,
+    }
 
 
 def rollout():
@@ -32,7 +45,11 @@ def rollout():
         Sample(i, 0, [1], [5] * 3, trained[i], [0.0] * 3, [], finish, rewards={"right": reward})
         for i, (finish, reward) in enumerate([("stop", 1.0), ("length", 0.5), ("stop", None)])
     ]
-    columns = {"old_logp": [-1, -2, -3, -1, -1], "ref_logp": [-2, -2, -1, -1, -2], "old_value": [0.1, 0.2, 0.3, 0.4, 0]}
+    columns = {
+        "old_logp": [-1, -2, -3, -1, -1],
+        "ref_logp": [-2, -2, -1, -1, -2],
+        "old_value": [0.1, 0.2, 0.3, 0.4, 0],
+    }
     buffer = RolloutBuffer(samples, dtype=torch.float64)
     buffer.score([RewardFunction("right", None, weight=2.0)])
     for name, column in columns.items():
@@ -41,7 +58,9 @@ def rollout():
 
 
 def test_advantages_are_those_of_the_recursion_whitened_over_the_rollout():
-    """δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γλ A_{t+1}, from the last token of each answer back to the first."""
+    """δ_t = r_t + γ V_{t+1} − V_t and A_t = δ_t + γλ A_{t+1}, from the last token of each answer
+    back to the first.
+    """
     expected, returns = [], []
     for kl, value, reward in (
         ([1, 0, -2], [0.1, 0.2, 0.3], 2 * 1.0),
@@ -59,7 +78,9 @@ def test_advantages_are_those_of_the_recursion_whitened_over_the_rollout():
     columns = advantages(rollout(), config=CONFIG)
     whitened = (expected - expected.mean()) / (expected.std() + 1e-4)
     torch.testing.assert_close(columns["advantage"], whitened, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(columns["target"], torch.tensor(returns).double(), rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(
+        columns["target"], torch.tensor(returns).double(), rtol=1e-7, atol=1e-7
+    )
 
 
 def test_the_objective_is_the_mean_over_the_answers_that_are_trained_on():
@@ -75,23 +96,43 @@ def test_it_logs_what_it_should_and_leaves_a_value_head_to_begin_with(common, tm
     config = PPO(**common, output=str(tmp_path / "first"), minibatches=2)
     open_ppo(config).train()
     logged = lines(tmp_path / "first")
-    wanted = {"clipped_surrogate", "value_loss", "value", "clip_ratio/value", "clip_ratio/region", "ratio", "kl"}
-    wanted |= {"objective/kl", "objective/scores", "objective/rlhf_reward", "objective/non_score_reward"}
+    wanted = {
+        "clipped_surrogate",
+        "value_loss",
+        "value",
+        "clip_ratio/value",
+        "clip_ratio/region",
+        "ratio",
+        "kl",
+    }
+    wanted |= {
+        "objective/kl",
+        "objective/scores",
+        "objective/rlhf_reward",
+        "objective/non_score_reward",
+    }
     assert wanted <= logged[0].keys()
     assert "val/explained_variance" in logged[0]
     assert logged[0]["value"] == 0  # the head is zero at first
     assert logged[0]["ratio"] == pytest.approx(1, abs=1e-5)
-    assert abs(logged[3]["ratio"] - 1) > 1e-5  # to the policy at the start of the rollout, not to that of the step
-    assert [line["reward"] for line in logged] == [logged[0]["reward"]] * 4  # one rollout, four steps
+    # to the policy at the start of the rollout, not to that of the step
+    assert abs(logged[3]["ratio"] - 1) > 1e-5
+    # one rollout, four steps
+    assert [line["reward"] for line in logged] == [logged[0]["reward"]] * 4
     head = load_file(tmp_path / "first/value_head.safetensors")
     assert head["weight"].abs().max() > 0
     open_ppo(
-        replace(config, output=str(tmp_path / "second"), value_head=str(tmp_path / "first/value_head.safetensors"))
+        replace(
+            config,
+            output=str(tmp_path / "second"),
+            value_head=str(tmp_path / "first/value_head.safetensors"),
+        )
     ).train()
     assert lines(tmp_path / "second")[0]["value"] != 0
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
+# the dead leave files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_checkpoints_hold_the_value_head(common, tmp_path):
     config = PPO(**common, output=str(tmp_path / "undisturbed"), save_every=1)
     open_ppo(config).train()
@@ -100,7 +141,9 @@ def test_checkpoints_hold_the_value_head(common, tmp_path):
         open_ppo(disturbed).train()
     open_ppo(disturbed).train()
     for name in ("value_head.safetensors", "model/model.safetensors"):
-        assert (tmp_path / "disturbed" / name).read_bytes() == (tmp_path / "undisturbed" / name).read_bytes()
+        assert (tmp_path / "disturbed" / name).read_bytes() == (
+            tmp_path / "undisturbed" / name
+        ).read_bytes()
     assert stored(tmp_path / "disturbed") == stored(tmp_path / "undisturbed")
 
 
@@ -108,14 +151,24 @@ def test_a_critic_is_a_model_of_its_own_that_is_trained_and_kept(common, tmp_pat
     first = PPO(**common, output=str(tmp_path / "first"), value_model=common["model"])
     open_ppo(first).train()
     logged = lines(tmp_path / "first")
-    assert logged[0]["value"] == 0 and logged[0]["kl"] == 0  # its head is new; the reference is the policy
+    # its head is new; the reference is the policy
+    assert logged[0]["value"] == 0 and logged[0]["kl"] == 0
     assert logged[-1]["value"] != 0
-    start, policy = (load_file(f"{path}/model.safetensors") for path in (common["model"], tmp_path / "first/model"))
+    start, policy = (
+        load_file(f"{path}/model.safetensors")
+        for path in (common["model"], tmp_path / "first/model")
+    )
     critic = load_file(tmp_path / "first/critic/model/model.safetensors")
-    moved = [name for name in critic if name in start and not torch.equal(critic[name], start[name])]
+    moved = [
+        name for name in critic if name in start and not torch.equal(critic[name], start[name])
+    ]
     assert "model.layers.0.mlp.up_proj.weight" in moved and critic["score.weight"].abs().max() > 0
     assert any(not torch.equal(critic[name], policy[name]) for name in moved)  # by the values alone
-    open_ppo(replace(first, output=str(tmp_path / "second"), value_model=str(tmp_path / "first/critic/model"))).train()
+    open_ppo(
+        replace(
+            first, output=str(tmp_path / "second"), value_model=str(tmp_path / "first/critic/model")
+        )
+    ).train()
     assert lines(tmp_path / "second")[0]["value"] != 0
 
 
@@ -125,7 +178,8 @@ def test_a_critic_reads_the_state_that_a_token_is_chosen_in(common):
     example = Example([5, 6], [[7, 8, 9]], [[True, False, True]])
     said = critic(collate([example]))
     hidden = critic.plain.base_model(torch.tensor([[5, 6, 7, 8, 9]])).last_hidden_state[0]
-    torch.testing.assert_close(said, (hidden @ critic.head.weight[0])[[1, 3]])  # before the first and the third token
+    # before the first and the third token
+    torch.testing.assert_close(said, (hidden @ critic.head.weight[0])[[1, 3]])
 
 
 def test_a_frozen_reference_has_no_critic(common):
@@ -154,7 +208,8 @@ def test_the_head_begins_at_0_and_computes_in_its_own_precision(common):
         value = policy(batch).value
     assert value.dtype == torch.float32
     assert torch.equal(value, head(hidden.float())[:, 0])
-    assert not torch.equal(value, head.bfloat16()(hidden.bfloat16())[:, 0].float())  # as autocast would round it
+    # as autocast would round it
+    assert not torch.equal(value, head.bfloat16()(hidden.bfloat16())[:, 0].float())
 
 
 @pytest.mark.parametrize(
@@ -165,7 +220,10 @@ def test_the_head_begins_at_0_and_computes_in_its_own_precision(common):
         ({"value_clip": -1.0}, "value_clip: must be >= 0"),
         ({"value_coefficient": -1.0}, "value_coefficient: must be >= 0"),
         ({"value_head": "a", "value_model": "b"}, "give one of the two"),
-        ({"value_head": "nowhere"}, "nowhere: no such file; a run leaves one, value_head.safetensors"),
+        (
+            {"value_head": "nowhere"},
+            "nowhere: no such file; a run leaves one, value_head.safetensors",
+        ),
         (
             {"loss": "gspo", "loss_kwargs": {"clip_low": 0.1, "clip_high": 0.1}},
             "gspo takes one advantage per completion",
@@ -174,8 +232,12 @@ def test_the_head_begins_at_0_and_computes_in_its_own_precision(common):
         ({"rewards": {}}, "rewards: none is named"),
     ],
 )
-def test_wrong_settings_are_refused_before_a_model_is_loaded(config, message, common, tmp_path, monkeypatch):
-    monkeypatch.setattr("burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded"))
+def test_wrong_settings_are_refused_before_a_model_is_loaded(
+    config, message, common, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "burnish.loops.runs.context.load_model", lambda config: pytest.fail("the model was loaded")
+    )
     with pytest.raises(ValueError, match=message):
         open_ppo(PPO(**{**common, "output": str(tmp_path / "run"), **config})).train()
 
@@ -185,11 +247,21 @@ def test_a_value_head_of_another_model_is_refused(common, tmp_path):
     save_file({"score.weight": torch.ones(1)}, tmp_path / "score.safetensors")
     (tmp_path / "text.safetensors").write_text("no tensors")
     for name, message in (
-        ("other", r"of a run of ppo with this model: .*size mismatch for weight: .*\[1, 8\].*\[1, 32\]"),
-        ("score", r'score.safetensors: wanted value_head.* Missing key\(s\) .*"weight", "bias".*: "score.weight"'),
+        (
+            "other",
+            r"of a run of ppo with this model: .*size mismatch for weight: .*\[1, 8\].*\[1, 32\]",
+        ),
+        (
+            "score",
+            r'score.safetensors: wanted value_head.* Missing key\(s\) .*"weight", "bias".*: "score.weight"',
+        ),
         ("text", "value_head: .*text.safetensors: .*header"),
     ):
         with pytest.raises(ValueError, match=message):
             open_ppo(
-                PPO(**common, output=str(tmp_path / name), value_head=str(tmp_path / f"{name}.safetensors"))
+                PPO(
+                    **common,
+                    output=str(tmp_path / name),
+                    value_head=str(tmp_path / f"{name}.safetensors"),
+                )
             ).train()

@@ -7,7 +7,11 @@ from burnish.loops.config import Settings, _hints
 from burnish.loops.recipes import settings
 from burnish.loops.recipes.settings import GRPO, SFT
 
-KINDS = [each for each in vars(settings).values() if isinstance(each, type) and issubclass(each, Settings)]
+KINDS = [
+    each
+    for each in vars(settings).values()
+    if isinstance(each, type) and issubclass(each, Settings)
+]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

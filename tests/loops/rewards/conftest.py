@@ -7,7 +7,9 @@ import pytest
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 
 
-def make(text="", *, task=0, index=0, tokens=None, trained=None, prompt=(1,), finish="stop", **info):
+def make(
+    text="", *, task=0, index=0, tokens=None, trained=None, prompt=(1,), finish="stop", **info
+):
     tokens = list(range(len(text.split()))) if tokens is None else list(tokens)
     return Sample(
         task=task,
@@ -37,7 +39,9 @@ def groups():
 
 @pytest.fixture
 def judging():
-    """`score_samples`, run to its end; gives how many answers each function left without a score, by reason."""
+    """`score_samples`, run to its end; gives how many answers each function left without a score,
+    by reason.
+    """
     from burnish.loops.rewards import score_samples
 
     def judging(rewards, rows, samples):
@@ -48,5 +52,9 @@ def judging():
 
 
 def unscored(samples):
-    found = ((name, "none" if value is None else value) for sample in samples for name, value in sample.rewards.items())
+    found = (
+        (name, "none" if value is None else value)
+        for sample in samples
+        for name, value in sample.rewards.items()
+    )
     return Counter((name, value) for name, value in found if isinstance(value, str))

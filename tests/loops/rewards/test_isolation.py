@@ -147,7 +147,9 @@ def test_its_exception_comes_with_the_traceback_there(functions):
         run(isolated(functions.fails)(0))
 
 
-@pytest.mark.parametrize(("name", "forever", "short"), [("spin", 1, 0), ("holds_the_interpreter", 60, 3)])
+@pytest.mark.parametrize(
+    ("name", "forever", "short"), [("spin", 1, 0), ("holds_the_interpreter", 60, 3)]
+)
 def test_a_call_out_of_time_is_killed_and_the_next_one_works(name, forever, short, functions):
     function = isolated(getattr(functions, name))
 
@@ -174,7 +176,9 @@ def lives(pid):
 
 
 def test_what_a_function_has_started_is_killed_with_it(functions, tmp_path):
-    """Such as a program that the policy wrote; a child that holds the connection would keep its reader waiting."""
+    """Such as a program that the policy wrote; a child that holds the connection would keep its
+    reader waiting.
+    """
 
     async def starts():
         call = asyncio.ensure_future(isolated(functions.starts_another)(tmp_path / "pid"))
@@ -197,7 +201,9 @@ def test_what_a_function_has_started_ends_with_a_run_that_is_killed(functions, t
         f"asyncio.run(isolated(own_rewards.starts_another)(pathlib.Path({str(tmp_path / 'pid')!r})))"
     )
     path = os.pathsep.join([str(Path(functions.__file__).parent), *sys.path])
-    run = subprocess.Popen([sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path})
+    run = subprocess.Popen(
+        [sys.executable, "-P", "-c", code], env={**os.environ, "PYTHONPATH": path}
+    )
     while run.poll() is None and not (tmp_path / "done").exists():
         time.sleep(0.02)
     run.kill()
@@ -217,7 +223,9 @@ def test_a_crash_is_an_error_and_the_next_call_works(functions):
 
 
 def test_a_result_that_cannot_be_sent_is_an_error(functions):
-    with pytest.raises(RuntimeError, match=r"the function's result: wanted numbers, text, .* got function"):
+    with pytest.raises(
+        RuntimeError, match=r"the function's result: wanted numbers, text, .* got function"
+    ):
         run(isolated(functions.unpicklable)(0))
 
 
@@ -231,7 +239,10 @@ def test_what_it_returns_is_data_and_runs_nothing_here(functions, tmp_path, monk
 
 def test_a_function_that_takes_too_much_memory_is_told_so_and_the_next_call_works(functions):
     there = isolated(functions.takes, memory=0.5)
-    with pytest.raises(RuntimeError, match=r"(?s)MemoryError.*it may take 0\.5 GiB beyond its imports; raise memory"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)MemoryError.*it may take 0\.5 GiB beyond its imports; raise memory",
+    ):
         run(there(1.0))
     assert run(there(0.25)) == 1 << 28
     with pytest.raises(RuntimeError, match="it may take 2 GiB"):
@@ -250,12 +261,19 @@ def test_a_call_that_uses_too_much_processor_time_is_ended(functions):
     there = isolated(functions.computes, processor_seconds=1)
     for _ in range(2):  # of each call, and not of all
         assert run(there(0.7)) is True
-    with pytest.raises(RuntimeError, match="used more than 1 s of processor time; raise processor_seconds"):
+    with pytest.raises(
+        RuntimeError, match="used more than 1 s of processor time; raise processor_seconds"
+    ):
         run(there(60))
 
 
 def test_secrets_of_the_environment_are_not_passed_on(functions, monkeypatch):
-    planted = {"OPENAI_API_KEY": "sk-1", "HF_TOKEN": "hf-1", "AWS_SECRET_ACCESS_KEY": "a", "MY_OWN": "m"}
+    planted = {
+        "OPENAI_API_KEY": "sk-1",
+        "HF_TOKEN": "hf-1",
+        "AWS_SECRET_ACCESS_KEY": "a",
+        "MY_OWN": "m",
+    }
     for name, value in {**planted, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, value)
     there = run(isolated(functions.variables)(0))
@@ -291,7 +309,10 @@ def test_in_a_jail_there_is_no_network_nothing_to_write_and_no_home(functions, t
 
 def test_a_jail_is_bubblewraps_or_refused(functions, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"a jail for double needs bubblewrap, whose program bwrap .* leave jail out"):
+    with pytest.raises(
+        ValueError,
+        match=r"a jail for double needs bubblewrap, whose program bwrap .* leave jail out",
+    ):
         isolated(functions.double, jail=True)
 
 

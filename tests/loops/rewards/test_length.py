@@ -14,7 +14,9 @@ def of(answer, count):
 
 def test_length_is_the_distance_from_its_target(answer):
     reward = LengthTarget(100, coefficient=0.01)
-    assert [reward(ROW, of(answer, n)) for n in (0, 90, 100, 130)] == pytest.approx([-1.0, -0.1, 0.0, -0.3])
+    assert [reward(ROW, of(answer, n)) for n in (0, 90, 100, 130)] == pytest.approx(
+        [-1.0, -0.1, 0.0, -0.3]
+    )
 
 
 def test_soft_overlong_is_equation_13(answer):

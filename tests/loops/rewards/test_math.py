@@ -87,12 +87,16 @@ def test_what_the_library_fails_at_is_masked(answer, judging, monkeypatch):
 
     monkeypatch.setattr(math_verify, "verify", fails)
     sample = answer("42")
-    assert judging([RewardFunction("math", MathEquivalence())], [{"answer": "42"}], [sample]) == {("math", "error"): 1}
+    assert judging([RewardFunction("math", MathEquivalence())], [{"answer": "42"}], [sample]) == {
+        ("math", "error"): 1
+    }
     assert sample.rewards == {"math": "error"}
 
 
 def test_an_endless_simplification_is_killed(answer):
-    """The digits of a large factorial keep sympy busy, and it does not let go of the interpreter."""
+    """The digits of a large factorial keep sympy busy, and it does not let go of the
+    interpreter.
+    """
     endless = "$100000000!$"
     reward = RewardFunction("math", isolated(MathEquivalence()), timeout=300)
     samples = [answer("42"), answer(endless), answer("42")]

@@ -8,7 +8,8 @@ from burnish.loops.rewards.reasoning_gym import ReasoningGym, reasoning_gym_rows
 pytest.importorskip("reasoning_gym")
 from reasoning_gym.factory import DATASETS
 
-LEFT_OUT = {"arc_agi", "knight_swap", "composite"}  # two that take seconds to begin; a mixture of others
+# two that take seconds to begin; a mixture of others
+LEFT_OUT = {"arc_agi", "knight_swap", "composite"}
 TASKS = sorted(set(DATASETS) - LEFT_OUT)
 
 
@@ -41,19 +42,25 @@ def test_the_last_tag_is_the_answer_and_none_is_wrong(answer):
 
 
 def test_rows_are_prompts_in_our_layout():
-    rows = reasoning_gym_rows("chain_sum", 3, seed=1, instruction="Say it in tags.", min_terms=2, max_terms=2)
+    rows = reasoning_gym_rows(
+        "chain_sum", 3, seed=1, instruction="Say it in tags.", min_terms=2, max_terms=2
+    )
     assert len({row["prompt"][0]["content"] for row in rows}) == 3
     for row in rows:
         assert [message["role"] for message in row["prompt"]] == ["user"]
         assert row["prompt"][0]["content"].endswith("\nSay it in tags.")
         assert row["task"] == "chain_sum"
-    assert rows == reasoning_gym_rows("chain_sum", 3, seed=1, instruction="Say it in tags.", min_terms=2, max_terms=2)
+    assert rows == reasoning_gym_rows(
+        "chain_sum", 3, seed=1, instruction="Say it in tags.", min_terms=2, max_terms=2
+    )
 
 
 def test_no_such_task_or_option_names_the_nearest():
     with pytest.raises(ValueError, match="no task 'chain_sums', did you mean 'chain_sum'"):
         reasoning_gym_rows("chain_sums", 1, seed=0)
-    with pytest.raises(ValueError, match="reasoning_gym chain_sum: no setting 'min_term', did you mean 'min_terms'"):
+    with pytest.raises(
+        ValueError, match="reasoning_gym chain_sum: no setting 'min_term', did you mean 'min_terms'"
+    ):
         reasoning_gym_rows("chain_sum", 1, seed=0, min_term=2)
 
 

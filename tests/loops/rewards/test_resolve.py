@@ -54,12 +54,16 @@ def test_a_name_and_a_weight():
 
 
 def test_settings_are_the_fields_of_the_reward():
-    (reward,) = resolve_rewards({"soft_overlong": {"weight": 0.5, "limit": 100, "buffer": 20, "timeout": 3}})
+    (reward,) = resolve_rewards(
+        {"soft_overlong": {"weight": 0.5, "limit": 100, "buffer": 20, "timeout": 3}}
+    )
     assert (reward.function, reward.weight, reward.timeout) == (SoftOverlong(100, 20), 0.5, 3.0)
 
 
 def test_one_reward_may_stand_under_two_names():
-    rewards = resolve_rewards({f"to {target}": {"function": "length", "target": target} for target in (9, 99)})
+    rewards = resolve_rewards(
+        {f"to {target}": {"function": "length", "target": target} for target in (9, 99)}
+    )
     assert [reward.name for reward in rewards] == ["to 9", "to 99"]
     assert [reward.function for reward in rewards] == [LengthTarget(9), LengthTarget(99)]
 
@@ -73,7 +77,9 @@ def test_what_may_never_return_is_isolated_unless_told_otherwise():
 
 
 def test_a_reward_may_ask_another():
-    (reward,) = resolve_rewards({"cosine": {"limit": 10, "correct": "exact_match", "isolate": False}})
+    (reward,) = resolve_rewards(
+        {"cosine": {"limit": 10, "correct": "exact_match", "isolate": False}}
+    )
     assert reward.function == CosineLength(10, correct=ExactMatch())
 
 
@@ -92,7 +98,13 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
     assert rewards[4].function.tokenizer == "the policy's"
     sample = answer("abc")
     judging(rewards, [{"prompt": "?"}], [sample])
-    assert sample.rewards == {"shorter": -3.0, "theirs": 1.0, "judge_by_model": 0.5, "Scaled": 7.0, "teller": 2.0}
+    assert sample.rewards == {
+        "shorter": -3.0,
+        "theirs": 1.0,
+        "judge_by_model": 0.5,
+        "Scaled": 7.0,
+        "teller": 2.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -103,15 +115,30 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
         ({"qqq": 1.0}, "reward: no 'qqq'; there are cosine, environment"),
         ({"format": {"patern": "a"}}, "reward format: no setting 'patern', did you mean 'pattern'"),
         ({"length": 1.0}, r"reward length: needs target, such as \{length: \{target: ...\}\}"),
-        ({"format": "heavy"}, "reward format: wanted its weight, or a mapping of settings, got 'heavy'"),
+        (
+            {"format": "heavy"},
+            "reward format: wanted its weight, or a mapping of settings, got 'heavy'",
+        ),
         ({"format": True}, "wanted its weight, or a mapping of settings, got True"),
-        ({"short": len}, "got <built-in function len>; your own function is a key: {function: 1.0}"),
+        (
+            {"short": len},
+            "got <built-in function len>; your own function is a key: {function: 1.0}",
+        ),
         ({"format": float("inf")}, "reward format: its weight must be finite"),
         ({"no_such_module_here:f": 1}, "no module 'no_such_module_here'"),
-        ({"my_rewards_here:shortest": 1}, "my_rewards_here has no 'shortest', did you mean 'shorter'"),
+        (
+            {"my_rewards_here:shortest": 1},
+            "my_rewards_here has no 'shortest', did you mean 'shorter'",
+        ),
         ({"my_rewards_here:number": 1}, "wanted a function or a class with __call__, got int"),
-        ({"my_rewards_here:shorter": {"by": 3}}, "a function has no settings, got by; make it a class"),
-        ({"my_rewards_here:Scaled": 1}, r"needs factor, such as \{my_rewards_here:Scaled: \{factor: ...\}\}"),
+        (
+            {"my_rewards_here:shorter": {"by": 3}},
+            "a function has no settings, got by; make it a class",
+        ),
+        (
+            {"my_rewards_here:Scaled": 1},
+            r"needs factor, such as \{my_rewards_here:Scaled: \{factor: ...\}\}",
+        ),
         ({"my_rewards_here:of_text": 1}, r"reward of_text: wanted .*\(row, sample\), got \(text\)"),
         ({"format": 1, "other:format": 1}, "no module 'other'"),
     ],
@@ -129,14 +156,19 @@ def test_two_of_one_name_are_refused(own):
 @pytest.mark.parametrize("spec", ["math", {"cosine": {"limit": 8, "correct": "math"}}])
 def test_a_package_that_math_needs_is_missed_before_anything_is_scored(spec, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(ValueError, match=r"^reward math: needs the package math-verify; pip install 'burnish\[math\]'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^reward math: needs the package math-verify; pip install 'burnish\[math\]'",
+    ):
         resolve_rewards(spec)
 
 
 def test_a_module_that_fails_to_import_says_why(tmp_path, monkeypatch):
     (tmp_path / "needs_pepper.py").write_text("import pepper_that_is_not_there")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"needs_pepper.py line 1: ModuleNotFoundError.*pepper_that_is_not_there"):
+    with pytest.raises(
+        ValueError, match=r"needs_pepper.py line 1: ModuleNotFoundError.*pepper_that_is_not_there"
+    ):
         resolve_rewards({"needs_pepper:f": 1})
 
 
@@ -151,10 +183,15 @@ def test_an_environments_reward_needs_an_environment(answer, judging, caplog):
     rewards = resolve_rewards({"environment": 1.0})
     played, not_played = answer(environment_reward=0.75), answer(index=1)
     assert judging(rewards, [{}, {}], [played, not_played]) == {("environment", "error"): 1}
-    assert played.rewards == {"environment": 0.75} and "this completion comes from no environment" in caplog.text
+    assert (
+        played.rewards == {"environment": 0.75}
+        and "this completion comes from no environment" in caplog.text
+    )
 
 
-def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_is_unknown(answer, judging):
+def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_is_unknown(
+    answer, judging
+):
     rewards = resolve_rewards({"environment": 1.0})
     silent, failed = answer(environment_reward=None), answer(index=1, environment_reward="aborted")
     judging(rewards, [{}, {}], [silent, failed])

@@ -51,13 +51,16 @@ def judge(directory, tmp_path_factory):
 
 
 @pytest.mark.parametrize("micro_tokens", [1, 12, 8192])
-def test_the_score_is_the_models_of_prompt_and_answer(micro_tokens, judge, tokenizer, answer, judging):
+def test_the_score_is_the_models_of_prompt_and_answer(
+    micro_tokens, judge, tokenizer, answer, judging
+):
     reward = RewardModel(judge, tokenizer, device="cpu", micro_tokens=micro_tokens)
     answers = [[5, 6, 7, 2], [8], [9, 10, 11, 12, 13], []]
     samples = [answer(tokens=tokens, prompt=[3, 4], index=i) for i, tokens in enumerate(answers)]
     samples.append(answer(tokens=[5, 6], prompt=[30, 31, 32], task=1))
     unscored = judging([RewardFunction("rm", reward)], [{}] * 5, samples)
-    assert unscored == {("rm", "none"): 1} and samples[3].rewards == {"rm": None}  # an answer that has no end
+    # an answer that has no end
+    assert unscored == {("rm", "none"): 1} and samples[3].rewards == {"rm": None}
     for sample in (*samples[:3], samples[4]):
         ids = torch.tensor([sample.prompt + sample.tokens])
         expected = reward.scorer.plain(ids).logits.item()
@@ -71,21 +74,30 @@ def test_equal_completions_have_equal_scores(judge, tokenizer, answer):
     reward.scorer.float()
     for task in range(4):
         prompt = list(range(3 + task, 20 + task))
-        samples = [answer(tokens=tokens, prompt=prompt, index=i) for i, tokens in enumerate(answers)]
+        samples = [
+            answer(tokens=tokens, prompt=prompt, index=i) for i, tokens in enumerate(answers)
+        ]
         first, other, again = reward([{}] * 3, samples)
         assert first == again != other
 
 
-def test_a_model_of_another_vocabulary_is_refused_by_its_first_token(judge, judge_of_steps, tokenizer):
+def test_a_model_of_another_vocabulary_is_refused_by_its_first_token(
+    judge, judge_of_steps, tokenizer
+):
     other = copy.deepcopy(tokenizer)
     vocabulary = tokenizer.get_vocab()
     swapped = {**vocabulary, "a": vocabulary["b"], "b": vocabulary["a"]}
     other.get_vocab = lambda: swapped
     first = min(vocabulary["a"], vocabulary["b"])
-    with pytest.raises(ValueError, match=rf"reward_model: token {first} is '[ab]' for the policy, and is '[ab]' for"):
+    with pytest.raises(
+        ValueError,
+        match=rf"reward_model: token {first} is '[ab]' for the policy, and is '[ab]' for",
+    ):
         RewardModel(judge, other)
     other.get_vocab = lambda: {**vocabulary, "extra": 9999}
-    with pytest.raises(ValueError, match=r"prm: token 9999 is .* and does not exist for the reward model"):
+    with pytest.raises(
+        ValueError, match=r"prm: token 9999 is .* and does not exist for the reward model"
+    ):
         ProcessRewardModel(str(judge_of_steps), other)
 
 
@@ -115,9 +127,13 @@ def test_steps_are_judged_where_they_end(how, judge_of_steps, tokenizer, answer,
 
 
 def test_an_answer_without_steps_has_no_score(judge_of_steps, tokenizer, answer, judging):
-    rewards = resolve_rewards({"prm": {"model": str(judge_of_steps), "device": "cpu"}}, tokenizer=tokenizer)
+    rewards = resolve_rewards(
+        {"prm": {"model": str(judge_of_steps), "device": "cpu"}}, tokenizer=tokenizer
+    )
     for text in ("", "\n\n"):
-        assert judging(rewards, [{}], [answer(tokens=tokenizer(text)["input_ids"])]) == {("prm", "none"): 1}
+        assert judging(rewards, [{}], [answer(tokens=tokenizer(text)["input_ids"])]) == {
+            ("prm", "none"): 1
+        }
 
 
 def test_steps_of_others_are_not_judged(judge_of_steps, tokenizer):
@@ -135,7 +151,10 @@ def test_a_separator_of_several_tokens_ends_a_step(judge_of_steps, tokenizer, an
     reward = ProcessRewardModel(str(judge_of_steps), tokenizer, device="cpu")
     reward.scorer.plain.config.step_separator = "ки"
     first, second = (tokenizer(text)["input_ids"] for text in ("äки", "ки1ки"))
-    ends = [place in (len(first) - 1, len(first) + len(second) - 1) for place in range(len(first) + len(second))]
+    ends = [
+        place in (len(first) - 1, len(first) + len(second) - 1)
+        for place in range(len(first) + len(second))
+    ]
     assert len(first) == 6
     assert reward._steps(answer(tokens=[*first, *second])) == ([*first, *second], ends)
 
@@ -147,14 +166,20 @@ def test_a_reward_model_is_named_by_its_directory(directory, tmp_path, tokenizer
     config = LlamaConfig.from_pretrained(directory, num_labels=1, pad_token_id=0)
     LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    rewards = resolve_rewards({"reward_model": {"model": str(tmp_path), "device": "cpu"}}, tokenizer=tokenizer)
+    rewards = resolve_rewards(
+        {"reward_model": {"model": str(tmp_path), "device": "cpu"}}, tokenizer=tokenizer
+    )
     sample = answer(tokens=[5, 6, 7], prompt=[8])
     assert judging(rewards, [{}], [sample]) == {}
-    expected = LlamaForSequenceClassification.from_pretrained(tmp_path)(torch.tensor([[8, 5, 6, 7]])).logits.item()
+    expected = LlamaForSequenceClassification.from_pretrained(tmp_path)(
+        torch.tensor([[8, 5, 6, 7]])
+    ).logits.item()
     assert sample.rewards["reward_model"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_scores_of_a_model_in_bfloat16_are_not_rounded_until_they_are_equal(directory, tmp_path, tokenizer, answer):
+def test_scores_of_a_model_in_bfloat16_are_not_rounded_until_they_are_equal(
+    directory, tmp_path, tokenizer, answer
+):
     from transformers import LlamaForSequenceClassification
 
     torch.manual_seed(1)
@@ -170,11 +195,19 @@ def test_scores_of_a_model_in_bfloat16_are_not_rounded_until_they_are_equal(dire
     assert any(number != torch.tensor(number).bfloat16().item() for number in numbers)
 
 
-def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(judge_of_steps, tokenizer, monkeypatch):
+def test_a_judge_is_loaded_on_the_device_that_is_given_unless_it_names_its_own(
+    judge_of_steps, tokenizer, monkeypatch
+):
     asked, load = [], models.load_scorer
-    monkeypatch.setattr(models, "load_scorer", lambda *inputs: asked.append(inputs[-1]) or load(*inputs[:-1], "cpu"))
+    monkeypatch.setattr(
+        models, "load_scorer", lambda *inputs: asked.append(inputs[-1]) or load(*inputs[:-1], "cpu")
+    )
     for settings in ({}, {"device": "cpu"}):
-        resolve_rewards({"prm": {"model": str(judge_of_steps), **settings}}, tokenizer=tokenizer, device="cuda:1")
+        resolve_rewards(
+            {"prm": {"model": str(judge_of_steps), **settings}},
+            tokenizer=tokenizer,
+            device="cuda:1",
+        )
     assert asked == ["cuda:1", "cpu"]
 
 
@@ -184,7 +217,9 @@ def test_a_model_that_is_no_judge_is_refused(directory):
         Scorer(model)
 
 
-@pytest.mark.parametrize(("kind", "where"), [("reward_model", "whole completions"), ("prm", "their steps")])
+@pytest.mark.parametrize(
+    ("kind", "where"), [("reward_model", "whole completions"), ("prm", "their steps")]
+)
 def test_a_causal_model_is_no_judge_of_either_kind(kind, where, directory, tokenizer):
     """Its head would be random, and the policy would be trained on noise."""
     says = rf"{kind}: .*score\.(weight|bias) is in none of its files, .*; wanted a model that scores {where}"
@@ -197,8 +232,18 @@ def test_the_two_kinds_of_judges_are_not_taken_for_each_other(judge, tmp_path, t
     make_classifier("TOKEN_CLS", labels=1).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     for kind, model, is_one, other in (
-        ("prm", judge, "LlamaForSequenceClassification, which scores whole completions", "reward_model"),
-        ("reward_model", str(tmp_path), "LlamaForTokenClassification, which scores their steps", "prm"),
+        (
+            "prm",
+            judge,
+            "LlamaForSequenceClassification, which scores whole completions",
+            "reward_model",
+        ),
+        (
+            "reward_model",
+            str(tmp_path),
+            "LlamaForTokenClassification, which scores their steps",
+            "prm",
+        ),
     ):
         says = rf"{kind}: .*it is a {is_one}.*; name it as {other}"
         with pytest.raises(ValueError, match=says):

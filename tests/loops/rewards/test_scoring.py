@@ -24,7 +24,9 @@ def test_each_function_scores_each_sample(groups, judging):
     rows, samples = groups
     by_task = RewardFunction("task", lambda row, sample: int(row["answer"]))
     unscored = judging([by_task, RewardFunction("i", by_index)], rows, samples)
-    assert [sample.rewards for sample in samples] == [{"task": t, "i": i} for t in (0.0, 1.0) for i in (0.0, 1.0)]
+    assert [sample.rewards for sample in samples] == [
+        {"task": t, "i": i} for t in (0.0, 1.0) for i in (0.0, 1.0)
+    ]
     assert not unscored
 
 
@@ -33,12 +35,21 @@ def test_a_batched_function_gets_whole_groups_or_the_whole_step(over, groups, ju
     calls = []
 
     def function(rows, samples):
-        calls.append([(row["answer"], sample.task, sample.index) for row, sample in zip(rows, samples, strict=True)])
+        calls.append(
+            [
+                (row["answer"], sample.task, sample.index)
+                for row, sample in zip(rows, samples, strict=True)
+            ]
+        )
         return [10 * sample.task + sample.index for sample in samples]
 
     rows, samples = groups
     order = [2, 0, 3, 1]  # groups need not lie together
-    judging([RewardFunction("r", batched(function, over))], [rows[i] for i in order], [samples[i] for i in order])
+    judging(
+        [RewardFunction("r", batched(function, over))],
+        [rows[i] for i in order],
+        [samples[i] for i in order],
+    )
     expected = {
         "group": [[("1", 1, 0), ("1", 1, 1)], [("0", 0, 0), ("0", 0, 1)]],
         "step": [[("1", 1, 0), ("0", 0, 0), ("1", 1, 1), ("0", 0, 1)]],
@@ -113,7 +124,9 @@ async def _cancelled(row, sample):
         (_cancelled, "timeout"),
     ],
 )
-def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(function, reason, groups, judging):
+def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(
+    function, reason, groups, judging
+):
     def sometimes(row, sample):
         return function(row, sample) if sample.index else 0.25
 
@@ -138,7 +151,15 @@ def test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched(fun
 
 @pytest.mark.parametrize(
     "value",
-    [1, True, np.float32(1), np.bool_(True), Fraction(1), torch.tensor(1), torch.ones(1, 1, dtype=torch.bfloat16)],
+    [
+        1,
+        True,
+        np.float32(1),
+        np.bool_(True),
+        Fraction(1),
+        torch.tensor(1),
+        torch.ones(1, 1, dtype=torch.bfloat16),
+    ],
 )
 def test_whatever_is_one_number_is_a_score(value):
     assert as_score(value) == 1.0 and type(as_score(value)) is float
@@ -154,7 +175,11 @@ def test_a_function_keeps_its_concurrency_whatever_it_is_written_for(kind, group
         most = max(most, running)
         await asyncio.sleep(0.01)
         running -= 1
-        return 1.0 if kind == "text" else [1.0] * len(named.get("completions", arguments[1:] and arguments[1]))
+        return (
+            1.0
+            if kind == "text"
+            else [1.0] * len(named.get("completions", arguments[1:] and arguments[1]))
+        )
 
     async def of_text(completion):
         return await judge(completion)
@@ -185,13 +210,24 @@ def test_a_list_of_the_wrong_length_masks_all_answers_of_the_call(groups, judgin
     def short(rows, samples):
         return [1.0] * (len(samples) - (samples[0].task == 1))
 
-    assert judging([RewardFunction("r", batched(short, "group"))], *groups) == {("r", "wrong length"): 2}
-    assert [sample.rewards["r"] for sample in groups[1]] == [1.0, 1.0, "wrong length", "wrong length"]
-    assert "returned 1 for 2 completions" in caplog.text and "one entry per completion" in caplog.text
+    assert judging([RewardFunction("r", batched(short, "group"))], *groups) == {
+        ("r", "wrong length"): 2
+    }
+    assert [sample.rewards["r"] for sample in groups[1]] == [
+        1.0,
+        1.0,
+        "wrong length",
+        "wrong length",
+    ]
+    assert (
+        "returned 1 for 2 completions" in caplog.text and "one entry per completion" in caplog.text
+    )
 
 
 def test_a_batched_function_that_returns_one_number_masks_the_step(groups, judging):
-    assert judging([RewardFunction("r", batched(lambda rows, samples: 1.0))], *groups) == {("r", "wrong length"): 4}
+    assert judging([RewardFunction("r", batched(lambda rows, samples: 1.0))], *groups) == {
+        ("r", "wrong length"): 4
+    }
 
 
 def test_one_bad_entry_of_a_batch_masks_its_own_answer_alone(groups, judging):
@@ -209,7 +245,8 @@ def test_the_first_traceback_is_logged_and_only_the_first(groups, judging, caplo
     (record,) = caplog.records
     assert "the oven is cold" in record.getMessage() and "in _raise" in record.getMessage()
     assert "broken" in record.getMessage() and " of task " in record.getMessage()
-    assert "loops/rewards" not in record.getMessage().replace(__file__, "")  # how it was called helps nobody
+    # how it was called helps nobody
+    assert "loops/rewards" not in record.getMessage().replace(__file__, "")
 
 
 def test_a_missing_key_is_answered_with_the_columns_that_there_are(groups, judging, caplog):
@@ -224,9 +261,14 @@ def test_no_column_that_a_function_asks_for_may_be_missing():
     function.columns = ("answer",)
     rewards = [RewardFunction("math", function)]
     check_columns(rewards, ["prompt", "answer"])
-    with pytest.raises(ValueError, match=r"reward math: .*; the data has no column 'answer', did you mean 'answers'"):
+    with pytest.raises(
+        ValueError,
+        match=r"reward math: .*; the data has no column 'answer', did you mean 'answers'",
+    ):
         check_columns(rewards, ["prompt", "answers"])
-    with pytest.raises(ValueError, match=r"rename .*; held_out.jsonl has no column 'answer'; there are prompt"):
+    with pytest.raises(
+        ValueError, match=r"rename .*; held_out.jsonl has no column 'answer'; there are prompt"
+    ):
         check_columns(rewards, ["prompt"], "held_out.jsonl")
 
 
@@ -251,7 +293,13 @@ def test_functions_and_samples_are_judged_at_the_same_time(groups, judging):
         barrier.wait(timeout=60)
         return 1.0
 
-    assert judging([RewardFunction("a", meets, timeout=99), RewardFunction("b", meets, timeout=99)], *groups) == {}
+    assert (
+        judging(
+            [RewardFunction("a", meets, timeout=99), RewardFunction("b", meets, timeout=99)],
+            *groups,
+        )
+        == {}
+    )
 
 
 def test_waiting_for_a_turn_costs_a_call_none_of_its_time(answer, judging):
@@ -282,7 +330,10 @@ def test_groups_that_are_judged_at_the_same_time_share_the_places(answer):
 
     async def groups():
         await asyncio.gather(
-            *(score_samples([reward], [{}] * 2, [answer(index=i) for i in range(2)]) for _ in range(4))
+            *(
+                score_samples([reward], [{}] * 2, [answer(index=i) for i in range(2)])
+                for _ in range(4)
+            )
         )
 
     for _ in range(2):  # in one event loop after the other
@@ -298,7 +349,9 @@ def test_hanging_functions_leave_room_for_others(answer, judging):
 
     hangs.concurrency = 2
     samples = [answer(index=i) for i in range(5)]
-    assert judging([RewardFunction("r", hangs, timeout=1.0)], [{}] * 5, samples) == {("r", "timeout"): 3}
+    assert judging([RewardFunction("r", hangs, timeout=1.0)], [{}] * 5, samples) == {
+        ("r", "timeout"): 3
+    }
     assert [sample.rewards["r"] for sample in samples[3:]] == [1.0, 1.0]
 
 
@@ -364,7 +417,9 @@ def _of_trl(prompts, completions, completion_ids, **columns):
     return [1.0] * len(prompts)
 
 
-@pytest.mark.parametrize("function", [_of_row_and_sample, batched(_of_a_batch), batched(_of_a_batch, "group"), _of_trl])
+@pytest.mark.parametrize(
+    "function", [_of_row_and_sample, batched(_of_a_batch), batched(_of_a_batch, "group"), _of_trl]
+)
 def test_nothing_that_a_function_changes_is_trained_on(function, groups, judging):
     said = [{"role": "assistant", "content": "yes"}]
     samples = groups[1]
@@ -378,7 +433,12 @@ def test_nothing_that_a_function_changes_is_trained_on(function, groups, judging
         seen.append((len(row["prompt"]), row["prompt"][0]["content"], sample.info["messages"]))
         return 1.0
 
-    assert judging([RewardFunction("first", function), RewardFunction("then", looks)], [row] * 4, samples) == {}
+    assert (
+        judging(
+            [RewardFunction("first", function), RewardFunction("then", looks)], [row] * 4, samples
+        )
+        == {}
+    )
     for sample, (copy, tokens) in zip(samples, before, strict=True):
         assert sample.rewards == {"first": 1.0, "then": 1.0}
         copy.rewards = sample.rewards
@@ -397,7 +457,9 @@ def test_what_a_function_stores_in_info_is_kept_also_in_another_info(groups, jud
         return 1.0
 
     judging([RewardFunction("a", stores), RewardFunction("b", replaces)], *groups)
-    assert [sample.info for sample in groups[1]] == [{"place": i % 2, "task": i // 2} for i in range(4)]
+    assert [sample.info for sample in groups[1]] == [
+        {"place": i % 2, "task": i // 2} for i in range(4)
+    ]
 
 
 def test_keywords_of_a_function_of_text_are_the_columns(groups, judging):
@@ -429,11 +491,21 @@ async def _yields_async(rows, samples):
         _yields_async,
         lambda rows, samples: map(lambda sample: sample.index, samples),
         lambda rows, samples: np.array([[sample.index] for sample in samples]),
-        lambda rows, samples: torch.tensor([[float(sample.index)] for sample in samples], requires_grad=True),
+        lambda rows, samples: torch.tensor(
+            [[float(sample.index)] for sample in samples], requires_grad=True
+        ),
         lambda rows, samples: [torch.tensor([sample.index]) for sample in samples],
         lambda rows, samples: [(sample.index,) for sample in samples],
     ],
-    ids=["generator", "async generator", "map", "array [n, 1]", "tensor [n, 1]", "tensors [1]", "tuples"],
+    ids=[
+        "generator",
+        "async generator",
+        "map",
+        "array [n, 1]",
+        "tensor [n, 1]",
+        "tensors [1]",
+        "tuples",
+    ],
 )
 def test_scores_may_be_generated_or_a_column(function, groups, judging):
     assert judging([RewardFunction("r", batched(function))], *groups) == {}
@@ -449,14 +521,21 @@ def test_a_generator_that_fails_or_hangs_is_a_function_that_does(groups, judging
         yield 1.0
         time.sleep(60)
 
-    rewards = [RewardFunction("fails", batched(fails)), RewardFunction("hangs", batched(hangs), timeout=0.5)]
+    rewards = [
+        RewardFunction("fails", batched(fails)),
+        RewardFunction("hangs", batched(hangs), timeout=0.5),
+    ]
     assert judging(rewards, *groups) == {("fails", "error"): 4, ("hangs", "timeout"): 4}
     assert "the oven is cold" in caplog.text
 
 
-@pytest.mark.parametrize("rows", [np.zeros((2, 4)), torch.zeros(4, 2), [[1.0, 2.0]] * 4, {"a": 1.0}, "abcd", 1.0])
+@pytest.mark.parametrize(
+    "rows", [np.zeros((2, 4)), torch.zeros(4, 2), [[1.0, 2.0]] * 4, {"a": 1.0}, "abcd", 1.0]
+)
 def test_other_shapes_are_no_scores(rows, groups, judging):
-    (((_, reason), count),) = judging([RewardFunction("r", batched(lambda *given: rows))], *groups).items()
+    (((_, reason), count),) = judging(
+        [RewardFunction("r", batched(lambda *given: rows))], *groups
+    ).items()
     assert reason in ("wrong length", "not a number") and count == 4
 
 
@@ -482,11 +561,16 @@ def test_a_function_that_sets_an_alarm_is_told_to_be_isolated(groups, judging, c
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
     assert judging([RewardFunction("r", alarmed)], *groups) == {("r", "error"): 4}
-    assert "with isolate: true (`isolated` in code) it runs in the main thread of a process" in caplog.text
+    assert (
+        "with isolate: true (`isolated` in code) it runs in the main thread of a process"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_a_function_that_blocks_the_event_loop_is_named_once(plain, groups, judging, caplog, monkeypatch):
+def test_a_function_that_blocks_the_event_loop_is_named_once(
+    plain, groups, judging, caplog, monkeypatch
+):
     monkeypatch.setattr("burnish.loops.rollouts.event_loops._BLOCKS", 0.2)
 
     class Judge:
@@ -534,7 +618,9 @@ class Unshown:
         raise RuntimeError("not to be shown")
 
 
-@pytest.mark.parametrize(("function", "batch"), [(lambda *given: Unshown(), False), (lambda *given: Unshown(), True)])
+@pytest.mark.parametrize(
+    ("function", "batch"), [(lambda *given: Unshown(), False), (lambda *given: Unshown(), True)]
+)
 def test_what_cannot_be_shown_is_named_by_its_type(function, batch, groups, judging, caplog):
     reward = RewardFunction("r", batched(function) if batch else function)
     assert judging([reward], *groups) == {("r", "wrong length" if batch else "not a number"): 4}

@@ -1,4 +1,6 @@
-"""One table of scores: functions of every form, what a step logs of their scores, and what it warns of."""
+"""One table of scores: functions of every form, what a step logs of their scores, and what it warns
+of.
+"""
 
 import asyncio
 import logging
@@ -15,7 +17,10 @@ from burnish.loops.rewards import (
     score_samples,
 )
 
-A, B = RewardFunction("a", lambda row, sample: 0, weight=1.0), RewardFunction("b", lambda row, sample: 0, weight=0.5)
+A, B = (
+    RewardFunction("a", lambda row, sample: 0, weight=1.0),
+    RewardFunction("b", lambda row, sample: 0, weight=0.5),
+)
 
 
 @pytest.fixture
@@ -28,7 +33,10 @@ def samples(answer):
 
 
 def test_weights_in_a_mapping_are_refused_with_the_place_where_they_belong(samples):
-    with pytest.raises(ValueError, match=r"score: wanted a list, got a mapping; .* RewardFunction\(name, f, weight\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"score: wanted a list, got a mapping; .* RewardFunction\(name, f, weight\)",
+    ):
         score({"a": 1.0}, samples)
 
 
@@ -46,7 +54,13 @@ def test_functions_of_every_form_are_columns_of_one_table(samples):
         return scale * (prompt + completion == "2+2=4") if answer else None
 
     table = score(
-        [RewardFunction("right", of_text, 3.0), RewardFunction("rows", of_rows, 0.5), of_trl, of_prompt], samples
+        [
+            RewardFunction("right", of_text, 3.0),
+            RewardFunction("rows", of_rows, 0.5),
+            of_trl,
+            of_prompt,
+        ],
+        samples,
     )
     assert list(table.numbers) == ["right", "rows", "of_trl", "of_prompt"]
     assert table.reward.tolist() == [[1, 1, 1, 2], [0, 0, 4, 0]]
@@ -81,9 +95,13 @@ def test_a_column_that_a_function_of_text_reads_must_be_there(samples):
     def grade(completion, solution):
         return 1.0
 
-    with pytest.raises(ValueError, match=r"reward grade: .* the data has no column 'solution'; there are"):
+    with pytest.raises(
+        ValueError, match=r"reward grade: .* the data has no column 'solution'; there are"
+    ):
         score([grade], samples)
-    assert score([lambda row, sample: row["given"]], samples, [{"given": 1.0}, {"given": 2.0}]).total.tolist() == [1, 2]
+    assert score(
+        [lambda row, sample: row["given"]], samples, [{"given": 1.0}, {"given": 2.0}]
+    ).total.tolist() == [1, 2]
 
 
 def test_a_function_that_fails_leaves_its_completion_without_a_total(samples):
@@ -135,7 +153,8 @@ def test_an_answer_that_a_reward_has_failed_at_is_unknown_to_all_of_them(scored)
     nan = torch.nan
     expected = torch.tensor([[nan, nan], [nan, 4], [3, nan]], dtype=torch.float64)
     torch.testing.assert_close(score([A, B], samples).reward, expected, equal_nan=True)
-    measured = RewardFunction("a", A.function, weight=0.0)  # decides nothing, so its failure is no reason to mask
+    # decides nothing, so its failure is no reason to mask
+    measured = RewardFunction("a", A.function, weight=0.0)
     assert score([measured, B], samples).reward[:2, 1].tolist() == [2, 4]
 
 
@@ -229,7 +248,9 @@ def test_rewards_of_like_size_are_not_reported(scored):
     assert watch([A, B], scored((50.0, 1.0), (0.0, 0.0))) == []
 
 
-@pytest.mark.parametrize(("given", "why"), [(None, "without a return statement"), ("nan", "the first time was logged")])
+@pytest.mark.parametrize(
+    ("given", "why"), [(None, "without a return statement"), ("nan", "the first time was logged")]
+)
 def test_a_function_that_never_scores_is_reported(given, why, scored):
     watch = Watching(patience=3)
     silent = scored((given,), (None,))
@@ -240,12 +261,16 @@ def test_a_function_that_never_scores_is_reported(given, why, scored):
 
 def test_answers_that_are_always_worth_the_same_are_reported(scored):
     watch = Watching(patience=2)
-    alike = scored((1, 2), (2, 0), (0, 1), (None, 1))  # the sums are 2 in one group, and the other has one alone
+    # the sums are 2 in one group, and the other has one alone
+    alike = scored((1, 2), (2, 0), (0, 1), (None, 1))
     assert watch([A, B], alike) == []
     (problem,) = watch([A, B], alike)
-    assert problem.startswith("rewards: all completions of a prompt were worth the same in 2 steps in a row")
+    assert problem.startswith(
+        "rewards: all completions of a prompt were worth the same in 2 steps in a row"
+    )
     dynamic_sampling, single = scored((1,), (2,), (1,), (1,)), scored((1,), (1,), tasks=[0, 1])
-    for samples in (dynamic_sampling, single):  # without others to the same prompt, nobody compares them
+    # without others to the same prompt, nobody compares them
+    for samples in (dynamic_sampling, single):
         watch = Watching(patience=1)
         assert watch([A], samples) == []
 
@@ -263,7 +288,9 @@ def test_answers_that_are_always_cut_are_reported(scored):
     samples[1].finish = "length"
     assert watch([A], samples) == []
     (problem,) = watch([A], samples)
-    assert problem.startswith("max_tokens: every completion was cut before its end in 2 steps in a row")
+    assert problem.startswith(
+        "max_tokens: every completion was cut before its end in 2 steps in a row"
+    )
 
 
 def test_a_score_in_between_breaks_the_silence(scored):
@@ -273,5 +300,7 @@ def test_a_score_in_between_breaks_the_silence(scored):
 
 
 def test_a_name_is_no_reward_function():
-    with pytest.raises(ValueError, match="reward: wanted a function, got 'math'; `resolve_rewards` makes those"):
+    with pytest.raises(
+        ValueError, match="reward: wanted a function, got 'math'; `resolve_rewards` makes those"
+    ):
         score(["math"], [])

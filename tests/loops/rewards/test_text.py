@@ -25,7 +25,12 @@ def test_the_default_format_is_reasoning_and_an_answer(text, expected, answer):
 def test_a_pattern_matches_the_whole_text_and_nothing_less(answer):
     reward = Format(r"Answer: \d+")
     assert reward({}, answer("Answer: 42")) == 1.0
-    assert reward({}, answer("Answer: 42!")) == reward({}, answer("My Answer: 42")) == reward({}, answer("")) == 0.0
+    assert (
+        reward({}, answer("Answer: 42!"))
+        == reward({}, answer("My Answer: 42"))
+        == reward({}, answer(""))
+        == 0.0
+    )
     assert Format("α.ω")({}, answer("α\nω")) == 1.0
 
 

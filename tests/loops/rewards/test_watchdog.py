@@ -103,7 +103,10 @@ def test_a_reward_that_holds_the_interpreter_is_named_and_ends_the_run(directory
     with calling(directory, "backtracks", 1.0) as process:
         _, printed = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGABRT
-    assert "burnish: reward odd: it has held Python's interpreter for" in printed and "isolate: true" in printed
+    assert (
+        "burnish: reward odd: it has held Python's interpreter for" in printed
+        and "isolate: true" in printed
+    )
     assert "odd_rewards.py" in printed and "in backtracks" in printed, "its stack is shown"
     assert time.monotonic() - began < 60
 
@@ -134,7 +137,9 @@ def test_an_exit_of_a_reward_masks_its_completion(functions, groups, judging):
     assert {sample.rewards["odd"] for sample in samples[:4]} == {1.0, 2.0, 3.0, "error"}
 
 
-def test_a_reward_that_is_out_of_time_moves_to_processes_and_is_killed_there(functions, groups, judging, caplog):
+def test_a_reward_that_is_out_of_time_moves_to_processes_and_is_killed_there(
+    functions, groups, judging, caplog
+):
     rows, samples = groups
     reward = RewardFunction("odd", functions.sleeps, timeout=2.0)
     judging([reward], rows[:4], samples[:4])
@@ -158,11 +163,15 @@ def test_isolate_is_a_setting(isolate, functions):
 
 
 def test_limits_of_isolation_are_settings(functions):
-    (reward,) = resolve_rewards({"odd_rewards:sleeps": {"isolate": {"memory": 0.5, "processes": 3}}})
+    (reward,) = resolve_rewards(
+        {"odd_rewards:sleeps": {"isolate": {"memory": 0.5, "processes": 3}}}
+    )
     assert reward.function.concurrency == 3 and reward.function._memory == 0.5
     with pytest.raises(ValueError, match=r"reward sleeps: isolate has no setting .*memory"):
         resolve_rewards({"odd_rewards:sleeps": {"isolate": {"memry": 0.5}}})
-    with pytest.raises(ValueError, match="isolate: wanted true, false, or a mapping of processes, memory"):
+    with pytest.raises(
+        ValueError, match="isolate: wanted true, false, or a mapping of processes, memory"
+    ):
         resolve_rewards({"odd_rewards:sleeps": {"isolate": "yes"}})
 
 
@@ -176,7 +185,9 @@ def test_a_function_that_no_process_can_import_stays_and_says_so(groups, judging
     assert "reward odd: it is still called in threads of this process" in caplog.text
 
 
-def test_more_stuck_threads_than_allowed_end_the_run_and_name_the_function(monkeypatch, groups, judging):
+def test_more_stuck_threads_than_allowed_end_the_run_and_name_the_function(
+    monkeypatch, groups, judging
+):
     monkeypatch.setattr(event_loops, "MOST_ABANDONED", 2)
     monkeypatch.setattr(event_loops, "_abandoned", {})
     rows, samples = groups
@@ -188,7 +199,9 @@ def test_more_stuck_threads_than_allowed_end_the_run_and_name_the_function(monke
     reward = RewardFunction("odd", stuck, timeout=0.2, isolate=False)
     judging([reward], rows[:2], samples[:2])
     judging([reward], rows[:1], samples[:1])
-    with pytest.raises(RuntimeError, match=r"3 calls have run out of time and still run.*3 of .*stuck"):
+    with pytest.raises(
+        RuntimeError, match=r"3 calls have run out of time and still run.*3 of .*stuck"
+    ):
         judging([reward], rows[:1], samples[:1])
     release.set()
     end = time.monotonic() + 60
@@ -207,22 +220,37 @@ ENDS = {  # how a run of two steps ends: its status, and what is said
 }
 
 
-SOME_ENDS = [("backtracks", None, 2), ("aborts", None, 1), ("sleeps", True, 2), ("takes_much", True, 1)]
+SOME_ENDS = [
+    ("backtracks", None, 2),
+    ("aborts", None, 1),
+    ("sleeps", True, 2),
+    ("takes_much", True, 1),
+]
 ALL_ENDS = [(name, isolate, ranks) for name in ENDS for isolate in (None, True) for ranks in (1, 2)]
 
 
 @pytest.mark.parametrize(
-    ("name", "isolate", "ranks"), [slow(*end) if end in SOME_ENDS else exhaustive(*end) for end in ALL_ENDS]
+    ("name", "isolate", "ranks"),
+    [slow(*end) if end in SOME_ENDS else exhaustive(*end) for end in ALL_ENDS],
 )
-def test_a_run_goes_on_or_ends_in_time_and_names_the_reward(name, isolate, ranks, directory, tmp_path, monkeypatch):
-    """About 5 minutes of processor time in all. torchrun itself ends with 1 where a rank has ended otherwise."""
+def test_a_run_goes_on_or_ends_in_time_and_names_the_reward(
+    name, isolate, ranks, directory, tmp_path, monkeypatch
+):
+    """About 5 minutes of processor time in all. torchrun itself ends with 1 where a rank has ended
+    otherwise.
+    """
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), *sys.path]))
     settings = {"timeout": 5.0} | ({} if isolate is None else {"isolate": isolate})
-    fields = {**prepare(tmp_path), "output": str(tmp_path / "run"), "rewards": {f"odd_rewards:{name}": settings}}
+    fields = {
+        **prepare(tmp_path),
+        "output": str(tmp_path / "run"),
+        "rewards": {f"odd_rewards:{name}": settings},
+    }
     began = time.monotonic()
     done = under_torchrun(ranks, fields, timeout=300)
     status, says = ENDS[name] if isolate is None else (0, "")
-    if name == "takes_much" and done.returncode == 1:  # a busy machine takes longer than 5 s for so much memory
+    # a busy machine takes longer than 5 s for so much memory
+    if name == "takes_much" and done.returncode == 1:
         status, says = 1, "reward takes_much: it has held Python's interpreter"
     assert done.returncode == status, done.stderr[-3000:]
     assert says in done.stderr

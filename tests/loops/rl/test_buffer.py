@@ -1,4 +1,6 @@
-"""From samples to micro-batches. (That a step does not depend on its split is shown in test_law_online.)"""
+"""From samples to micro-batches. (That a step does not depend on its split is shown in
+test_law_online.)
+"""
 
 import random
 
@@ -29,7 +31,9 @@ def policy():
 
 
 def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
-    """The tokens of an answer say whose they are, as far as the vocabulary goes; its log-probs say it exactly."""
+    """The tokens of an answer say whose they are, as far as the vocabulary goes; its log-probs say
+    it exactly.
+    """
     draw, found = random.Random(0), []
     for task in range(tasks):
         prompt = [draw.randrange(3, 60) for _ in range(draw.randint(2, 6))]
@@ -40,7 +44,9 @@ def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
             logprobs = [-(1 + task + index / 10 + t / 1000) for t in range(length)]
             score = {"right": float(index) if reward is None else reward(task, index)}
             spans = [VersionSpan(version, 0, 1), VersionSpan(version + 1, 1, length)]
-            found.append(Sample(task, index, prompt, tokens, trained, logprobs, spans, finish, rewards=score))
+            found.append(
+                Sample(task, index, prompt, tokens, trained, logprobs, spans, finish, rewards=score)
+            )
     return found
 
 
@@ -48,7 +54,14 @@ def answers(tasks=GROUPS, finish="stop", reward=None, version=0):
 def open_feed(policy):
     opened = []
 
-    def open_feed(samples, sample_log=lambda samples: None, groups=GROUPS, rewards=REWARDS, settings=None, **hooks):
+    def open_feed(
+        samples,
+        sample_log=lambda samples: None,
+        groups=GROUPS,
+        rewards=REWARDS,
+        settings=None,
+        **hooks,
+    ):
         prompts = {sample.task: sample.prompt for sample in samples}
         scheduler = RolloutScheduler(
             ReplaySource(samples),
@@ -75,7 +88,9 @@ def whose(batches):
     for batch in batches:
         for i in range(len(batch.examples)):
             mine = batch.columns["sampled_logp"][batch.example[batch.sequence] == i]
-            found.append(sorted({(int(-p) - 1, round((-p % 1) * 1000) // 100) for p in mine.tolist()}))
+            found.append(
+                sorted({(int(-p) - 1, round((-p % 1) * 1000) // 100) for p in mine.tolist()})
+            )
     return found
 
 
@@ -135,7 +150,8 @@ def test_masked_is_what_has_no_score_was_given_up_or_was_cut(open_feed):
     feed = open_feed(samples, settings={"mask_truncated": True})
     trained = {answer for part in whose(feed(0)) for answer in part}
     assert trained == {*ALL} - {(0, 0), (1, 0), (1, 2)}
-    assert feed.rollout.reward.isnan().nonzero().tolist() == [[0], [5]]  # of one that was cut, the score counts
+    # of one that was cut, the score counts
+    assert feed.rollout.reward.isnan().nonzero().tolist() == [[0], [5]]
     assert feed.metrics["completions/masked_ratio"] == pytest.approx(3 / 12)
     assert feed.metrics["completions/clipped_ratio"] == pytest.approx(2 / 12)
     kept = {answer for part in whose(open_feed(samples)(0)) for answer in part}
@@ -154,7 +170,9 @@ def test_what_is_measured_goes_to_its_own_tokens_whatever_the_micro_batches(open
     for limit in (None, 40, 25, 14, 1):
         feed = open_feed(answers(), measure=measure, settings={"micro_tokens": limit})
         for batch in feed(0):
-            torch.testing.assert_close(batch.columns["old_logp"], policy(batch).logprob.detach(), rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                batch.columns["old_logp"], policy(batch).logprob.detach(), rtol=0, atol=1e-10
+            )
         assert len(feed.rollout["old_logp"]) == len(feed.rollout.sequence)
 
 
@@ -168,7 +186,9 @@ def test_a_rollout_whose_answers_are_all_masked_is_an_empty_batch(open_feed, pol
     samples = answers()
     for sample in samples:
         sample.finish = "aborted"
-    feed = open_feed(samples, measure=lambda b: {"old_logp": policy(b).logprob}, advantages=advantages)
+    feed = open_feed(
+        samples, measure=lambda b: {"old_logp": policy(b).logprob}, advantages=advantages
+    )
     (batch,) = feed(0)
     assert len(batch.examples) == len(batch.target) == len(batch.columns["advantage"]) == 0
     assert seen == [0]
@@ -193,8 +213,11 @@ def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling
 
 
 def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_feed):
-    samples = answers(tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index))
-    alone = next(sample for sample in samples if sample.task == 2)  # it is given up, and compared with no other
+    samples = answers(
+        tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index)
+    )
+    # it is given up, and compared with no other
+    alone = next(sample for sample in samples if sample.task == 2)
     alone.finish, alone.rewards["right"] = "aborted", 8.0
     stored = []
     feed = open_feed(samples, stored.extend, dynamic_sampling=True)
@@ -218,7 +241,9 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path
 
 
 def test_a_few_answers_are_shown_of_some_rollouts(tmp_path, capsys):
-    write = open_sample_log(tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}")
+    write = open_sample_log(
+        tmp_path / "samples.jsonl", show_every=2, decode=lambda prompt: f"asked {prompt[0]}"
+    )
     for task in range(3):
         group = [sample for sample in answers() if sample.task == task]
         for sample in group:
@@ -236,7 +261,9 @@ def test_masking_drops_the_tokens_of_a_completion_from_every_column():
     rollout["number"] = rollout.sequence.double()
     before = len(rollout.sequence)
     rollout.mask([i == 2 for i in range(len(samples))])
-    assert len(rollout["number"]) == len(rollout["sampled_logp"]) == before - sum(samples[2].trained)
+    assert (
+        len(rollout["number"]) == len(rollout["sampled_logp"]) == before - sum(samples[2].trained)
+    )
     assert torch.equal(rollout["number"], rollout.sequence.double()) and 2 not in rollout.sequence
     with pytest.raises(ValueError, match="number must have one entry per trained token"):
         rollout["number"] = torch.zeros(before)
@@ -253,7 +280,9 @@ def test_ranks_with_other_scores_do_not_train_some_completions_twice_and_others_
     monkeypatch.setattr(buffer, "gather_object", lambda mine: sent.extend(mine) or [*sent])
     assert one.micro_batches(100)
     two.mask([i == 2 for i in range(len(two))])
-    with pytest.raises(ValueError, match=r"or their scores differ between ranks.* from_main\(accelerator"):
+    with pytest.raises(
+        ValueError, match=r"or their scores differ between ranks.* from_main\(accelerator"
+    ):
         two.micro_batches(100)
 
 
@@ -269,5 +298,7 @@ def test_ranks_whose_scores_differ_by_more_than_rounding_do_not_train(monkeypatc
     sent = []
     monkeypatch.setattr(buffer, "gather_object", lambda mine: sent.extend(mine) or [*sent])
     assert judged.micro_batches(100) and rounded.micro_batches(100)
-    with pytest.raises(ValueError, match=r"or their scores differ between ranks.* from_main\(accelerator"):
+    with pytest.raises(
+        ValueError, match=r"or their scores differ between ranks.* from_main\(accelerator"
+    ):
         otherwise.micro_batches(100)

@@ -20,8 +20,17 @@ EXACT = {"rtol": 1e-11, "atol": 1e-12}
 RUNS = {
     "plain": {"group_size": 3},
     "few prompts": {"prompts_per_rollout": 1, "group_size": 6},
-    "dynamic sampling": {"dynamic_sampling": True, "rewards": {"rank_spread:first_even": 1.0}, "group_size": 2},
-    "conversations": {"rewards": {}, "environment": "rank_spread:Turns", "limits": {"turns": 3}, "max_tokens": 8},
+    "dynamic sampling": {
+        "dynamic_sampling": True,
+        "rewards": {"rank_spread:first_even": 1.0},
+        "group_size": 2,
+    },
+    "conversations": {
+        "rewards": {},
+        "environment": "rank_spread:Turns",
+        "limits": {"turns": 3},
+        "max_tokens": 8,
+    },
     "minibatches": {"group_size": 3, "epochs_per_rollout": 2, "minibatches": 2},
     "stale": {"max_staleness": 1, "old_logprobs": "recomputed"},
     "adapters": {"lora": {"r": 2}},
@@ -42,10 +51,19 @@ RECIPES = {
         "schedule_kwargs": {"min_lr_rate": 0.1},
     },
 }
-# Whole on each rank, and in shards. Four ranks have other shares of the prompts, of turns and of rows than two;
-# where they share one prompt, turns, values or two kinds of steps, they differ most.
+# Whole on each rank, and in shards. Four ranks have other shares of the prompts, of turns and of
+# rows than two; where they share one prompt, turns, values or two kinds of steps, they differ most.
 WHOLE = ["few prompts", "dynamic sampling", "minibatches"]
-SHARDED = ["stale", "adapters", "held out", "conversations", "ppo", "online_dpo", "distill", "bfloat16"]
+SHARDED = [
+    "stale",
+    "adapters",
+    "held out",
+    "conversations",
+    "ppo",
+    "online_dpo",
+    "distill",
+    "bfloat16",
+]
 SETS = {
     "2": (WHOLE, SHARDED),
     "4": (["few prompts", "conversations"], ["ppo with a critic", "distill"]),
@@ -63,19 +81,29 @@ CASES += [exhaustive(kind, name) for name in ("2, others", "4, others") for kind
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """``train(name, one)`` is a directory that holds the runs of this set, or those of one process beside them."""
+    """``train(name, one)`` is a directory that holds the runs of this set, or those of one process
+    beside them.
+    """
     directory = tmp_path_factory.mktemp("ranks")
     common = {**prepare(directory), "dtype": "float64", "steps": 3}
     held_out = [{"prompt": pair["prompt"], "answer": "1"} for pair in sums(5, seed=1)]
     held_out = {"eval_data": str(write_rows(directory / "held_out.jsonl", held_out))}
     teacher = str(save_model(directory / "teacher", seed=1))
-    write_rows(directory / "pairs.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(17)])
+    write_rows(
+        directory / "pairs.jsonl",
+        [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(17)],
+    )
 
     @functools.cache
     def train(name, one=False):
         (whole, sharded), ranks, place = SETS[name], int(name[0]), directory / name
         if one:
-            whole, sharded, ranks, place = dict.fromkeys([*whole, *sharded]), [], 1, directory / f"{name} in one"
+            whole, sharded, ranks, place = (
+                dict.fromkeys([*whole, *sharded]),
+                [],
+                1,
+                directory / f"{name} in one",
+            )
         runs = [{**common, **(RUNS | RECIPES)[kind], "output": str(place / kind)} for kind in whole]
         for kind in sharded:
             fields = {**common, **(RUNS | RECIPES)[kind], "output": str(place / f"{kind}, sharded")}
@@ -90,9 +118,9 @@ def train(tmp_path_factory):
                 del fields["rewards"], fields["prompts_per_rollout"]
         for status, printed in run_forked(ranks, "rank_spread", runs):
             assert status == 0, printed[-3000:]
-            assert printed.count("value_model: probed before sharding, so each rank loads") == sharded.count(
-                "ppo with a critic"
-            )
+            assert printed.count(
+                "value_model: probed before sharding, so each rank loads"
+            ) == sharded.count("ppo with a critic")
         return place
 
     return train
@@ -107,14 +135,22 @@ def test_samples_metrics_and_weights_are_those_of_one_process(train, kind, name)
     for alone, spread in zip(lines(one), lines(many), strict=True):
         assert alone.keys() == {name for name in spread if not name.startswith("ranks/")}
         for name in alone:
-            assert "seconds" in name or spread[name] == pytest.approx(alone[name], rel=1e-9, abs=1e-12), name
-    written = [*one.glob("*/model.safetensors"), *one.glob("critic/model/*.safetensors"), *one.glob("*.safetensors")]
+            assert "seconds" in name or spread[name] == pytest.approx(
+                alone[name], rel=1e-9, abs=1e-12
+            ), name
+    written = [
+        *one.glob("*/model.safetensors"),
+        *one.glob("critic/model/*.safetensors"),
+        *one.glob("*.safetensors"),
+    ]
     for path in written:
         weights = load_file(many / path.relative_to(one))
         for name, tensor in load_file(path).items():
             torch.testing.assert_close(weights[name], tensor, **EXACT)
     assert len(written) == (2 if kind.startswith("ppo") else 1)  # the values, too
-    weights, start = (load_file(path / "model.safetensors") for path in (many / "model", one.parents[1] / "start"))
+    weights, start = (
+        load_file(path / "model.safetensors") for path in (many / "model", one.parents[1] / "start")
+    )
     assert any(not torch.equal(weights[name].float(), start[name]) for name in start)
 
 
@@ -136,7 +172,8 @@ def test_a_run_in_bfloat16_and_in_shards_samples_and_learns_as_one_process_does(
     for line, alone in zip(lines(many), lines(one), strict=True):
         assert alone.keys() == {name for name in line if not name.startswith("ranks/")}
         assert all(math.isfinite(value) for value in line.values())
-        assert line["sampling/logp_difference/max"] < 0.1  # the sampler has the weights that are trained
+        # the sampler has the weights that are trained
+        assert line["sampling/logp_difference/max"] < 0.1
 
 
 def test_a_request_that_can_not_be_sent_fails_and_is_not_waited_for(monkeypatch):

@@ -19,12 +19,16 @@ def common(tmp_path_factory):
 
 @pytest.fixture
 def burnish(common, tmp_path, monkeypatch):
-    """A recipe of the command line: its exit status, from settings that differ from the common ones."""
+    """A recipe of the command line: its exit status, from settings that differ from the common
+    ones.
+    """
     monkeypatch.setattr("burnish.loops.environments.multi_turn._PAUSE", 0.0)
 
     def burnish(recipe="grpo", **settings):
         fields = {**common, "output": tmp_path / "run", **settings}
-        flags = (f"--{k}={json.dumps(v) if isinstance(v, dict | bool) else v}" for k, v in fields.items())
+        flags = (
+            f"--{k}={json.dumps(v) if isinstance(v, dict | bool) else v}" for k, v in fields.items()
+        )
         return main([recipe, *flags])
 
     return burnish
@@ -32,7 +36,10 @@ def burnish(common, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("Steps", ("error in step", "KeyError: 'board'")), ("Resets", ("error in reset", "ConnectionError: no sandbox"))],
+    [
+        ("Steps", ("error in step", "KeyError: 'board'")),
+        ("Resets", ("error in reset", "ConnectionError: no sandbox")),
+    ],
 )
 def test_an_environment_that_fails_in_all_conversations_of_the_first_rollout_ends_the_run(
     name, says, burnish, tmp_path, capsys
@@ -46,7 +53,10 @@ def test_an_environment_that_fails_in_all_conversations_of_the_first_rollout_end
 
 def test_an_environment_that_pays_nan_ends_the_run(burnish, capsys):
     assert burnish(environment="flaky:NaN") == 1
-    assert "reward environment: nan in every one of its calls, for all 16 completions" in capsys.readouterr().err
+    assert (
+        "reward environment: nan in every one of its calls, for all 16 completions"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_environment_that_never_pays_ends_the_run(burnish, capsys):
@@ -65,12 +75,15 @@ def test_conversations_that_never_begin_are_masked_and_counted(recipe, burnish, 
         assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
     samples = stored(tmp_path / "run")
     never = [sample for sample in samples if not sample["tokens"]]
-    assert len(never) == 6 * len(samples) / 16 and {sample["finish"] for sample in never} == {"aborted"}
+    assert len(never) == 6 * len(samples) / 16 and {sample["finish"] for sample in never} == {
+        "aborted"
+    }
     assert len(list(read_samples(tmp_path / "run/samples.jsonl"))) == len(samples) >= 16
     assert flaky.Game.opened - opened == flaky.Game.closed - closed > len(samples)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
+# the dead leave files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_rollout_in_which_some_never_began_is_resumed(burnish, tmp_path):
     """In the second step on it, with what was measured in the first."""
     settings = {
@@ -88,14 +101,19 @@ def test_a_rollout_in_which_some_never_began_is_resumed(burnish, tmp_path):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_with_more_attempts_all_of_them_begin(staleness, burnish, tmp_path):
-    assert burnish(environment="flaky:SomeResets", max_staleness=staleness, **{"limits.attempts": 9}) == 0
+    assert (
+        burnish(environment="flaky:SomeResets", max_staleness=staleness, **{"limits.attempts": 9})
+        == 0
+    )
     assert [line["turns/aborted"] for line in lines(tmp_path / "run")] == [0, 0]
 
 
 def test_a_conversation_that_runs_out_of_turns_has_the_reward_of_its_end(burnish, tmp_path):
     assert burnish(environment="flaky:Verdict", dtype="bfloat16") == 0
     for line in lines(tmp_path / "run"):
-        assert line["rewards/environment/unscored"] == 0 and line["completions/clipped_ratio"] == 1.0
+        assert (
+            line["rewards/environment/unscored"] == 0 and line["completions/clipped_ratio"] == 1.0
+        )
         assert 0 < line["reward"] < 3 and line["grad_norm"] > 0
 
 

@@ -1,4 +1,6 @@
-"""Weights on their way from several ranks to one server: rank 0 sends them, and all gather what is sharded."""
+"""Weights on their way from several ranks to one server: rank 0 sends them, and all gather what is
+sharded.
+"""
 
 import functools
 from collections import defaultdict
@@ -23,12 +25,17 @@ RUNS = {
 
 
 class Watched(Fake):
-    """A server that remembers what it was sent, and has a bad day of the kind that the run is named after."""
+    """A server that remembers what it was sent, and has a bad day of the kind that the run is named
+    after.
+    """
 
     def __init__(self, model, kind):
         super().__init__(AutoTokenizer.from_pretrained(model))
         self.root, self.kind, self.sent = model, kind, defaultdict(dict)
-        self.config["model_config"] |= {"max_model_len": 256, "dtype": f"torch.{RUNS[kind].get('dtype', 'float32')}"}
+        self.config["model_config"] |= {
+            "max_model_len": 256,
+            "dtype": f"torch.{RUNS[kind].get('dtype', 'float32')}",
+        }
         if kind == "adapters":
             self.config |= {"weight_transfer_config": None, "lora_config": {}}
         self.completions = 0
@@ -60,7 +67,9 @@ class Watched(Fake):
 
 @pytest.fixture(scope="module")
 def publish(tmp_path_factory):
-    """``publish(ranks, sharded, kinds)`` is, by kind, what servers were sent, and the run's directory."""
+    """``publish(ranks, sharded, kinds)`` is, by kind, what servers were sent, and the run's
+    directory.
+    """
     directory = tmp_path_factory.mktemp("ranks")
     common = {**prepare(directory), "source": "vllm", "steps": 2}
     common["max_logp_difference"] = 1e9  # the stand-in's log-probs are made up
@@ -71,7 +80,9 @@ def publish(tmp_path_factory):
         for kind, fields in ((kind, RUNS[kind]) for kind in kinds):
             place = directory / f"{ranks}-{sharded}-{len(kinds)}" / kind
             vllm = {**fields.get("vllm", {}), "url": servers[kind].url}
-            runs.append({**common, **fields, "output": str(place), "sharded": sharded, "vllm": vllm})
+            runs.append(
+                {**common, **fields, "output": str(place), "sharded": sharded, "vllm": vllm}
+            )
         for status, printed in run_forked(ranks, "rank_spread", runs):
             assert status == 0, printed[-3000:]
         for server in servers.values():
@@ -88,7 +99,10 @@ WHOLE = ("restart",)  # where there is nothing to gather, rank 0 sends as one pr
 
 @pytest.mark.parametrize(
     ("kind", "sharded"),
-    [*((kind, True) for kind in sorted(RUNS.keys() - {"bfloat16"})), *(slow(kind, False) for kind in WHOLE)],
+    [
+        *((kind, True) for kind in sorted(RUNS.keys() - {"bfloat16"})),
+        *(slow(kind, False) for kind in WHOLE),
+    ],
 )
 def test_a_server_gets_the_weights_that_one_process_sends(publish, sharded, kind):
     kinds = tuple(RUNS) if sharded else WHOLE

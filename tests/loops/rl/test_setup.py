@@ -1,4 +1,6 @@
-"""What recipes that sample are given and can't use, as a person meets it: refused before anything is sampled."""
+"""What recipes that sample are given and can't use, as a person meets it: refused before anything
+is sampled.
+"""
 
 import json
 
@@ -22,8 +24,14 @@ def refused(model, tmp_path, capsys):
     """What is said of the settings when they are refused."""
 
     def refused(recipe, rows, **settings):
-        fields = {"model": model, "data": write_rows(tmp_path / "data.jsonl", rows), "output": tmp_path / "run"}
-        fields |= {"rewards": {"exact_match": 1.0}} if recipe != "distill" else {"teacher.model": model}
+        fields = {
+            "model": model,
+            "data": write_rows(tmp_path / "data.jsonl", rows),
+            "output": tmp_path / "run",
+        }
+        fields |= (
+            {"rewards": {"exact_match": 1.0}} if recipe != "distill" else {"teacher.model": model}
+        )
         flags = [
             f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"
             for name, value in {**fields, "max_tokens": 100, **settings}.items()
@@ -37,18 +45,30 @@ def refused(model, tmp_path, capsys):
 
 @pytest.mark.parametrize("recipe", ["grpo", "rloo", "ppo", "online_dpo"])
 def test_a_row_that_asks_nothing_is_named(recipe, refused):
-    assert "data.jsonl line 5: 'prompt' has no messages" in refused(recipe, [*ROWS, {"prompt": [], "answer": "1"}])
+    assert "data.jsonl line 5: 'prompt' has no messages" in refused(
+        recipe, [*ROWS, {"prompt": [], "answer": "1"}]
+    )
 
 
 def test_a_row_that_shows_an_image_is_named(refused):
-    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    message = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}],
+    }
     said = refused("grpo", [*ROWS, {"prompt": [message], "answer": "1"}])
-    assert "data.jsonl line 5: the content of 'prompt' message 1 has a part of the type 'image', wanted text" in said
+    assert (
+        "data.jsonl line 5: the content of 'prompt' message 1 has a part of the type 'image', wanted text"
+        in said
+    )
     assert "column 'image'" in refused("grpo", [{**row, "image": "a.png"} for row in ROWS])
 
 
-def test_a_prompt_that_leaves_no_room_for_its_answer_is_named_before_the_first_step(refused, tmp_path):
-    assert f"data.jsonl line 5: {FITS}, cut prompts (max_prompt_length, trunc" in refused("grpo", [*ROWS, LONG])
+def test_a_prompt_that_leaves_no_room_for_its_answer_is_named_before_the_first_step(
+    refused, tmp_path
+):
+    assert f"data.jsonl line 5: {FITS}, cut prompts (max_prompt_length, trunc" in refused(
+        "grpo", [*ROWS, LONG]
+    )
     held_out = write_rows(tmp_path / "held_out.jsonl", [LONG])
     assert f"held_out.jsonl line 1: {FITS}" in refused("ppo", ROWS, eval_data=held_out)
     long = {"prompt": "x" * 480, "completion": "a"}
@@ -65,4 +85,6 @@ def test_data_without_what_a_reward_reads_is_named(refused, tmp_path):
 
 
 def test_a_model_that_is_not_there_is_named(refused):
-    assert "model: /no/such/model is neither a directory" in refused("grpo", ROWS, model="/no/such/model")
+    assert "model: /no/such/model is neither a directory" in refused(
+        "grpo", ROWS, model="/no/such/model"
+    )

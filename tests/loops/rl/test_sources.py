@@ -1,4 +1,6 @@
-"""Where a recipe's answers come from: the settings that choose it, as they are written in a configuration."""
+"""Where a recipe's answers come from: the settings that choose it, as they are written in a
+configuration.
+"""
 
 import random
 import types
@@ -31,7 +33,11 @@ from vllm_fake import Fake, choice, error
 @pytest.fixture
 def fields(tmp_path):
     # The stand-in's log-probs are made up.
-    return {**prepare(tmp_path), "output": str(tmp_path / "run"), "max_logp_difference": float("inf")}
+    return {
+        **prepare(tmp_path),
+        "output": str(tmp_path / "run"),
+        "max_logp_difference": float("inf"),
+    }
 
 
 @pytest.fixture
@@ -56,21 +62,30 @@ def orders(fake, path):
     return [body for asked, body in fake.calls if asked == path]
 
 
-def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_are_trained_on(fake, fields):
+def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_are_trained_on(
+    fake, fields
+):
     open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url))).train()
-    labels = [body["weight_version"].split("@")[0] for body in orders(fake, "/finish_weight_update")]
+    labels = [
+        body["weight_version"].split("@")[0] for body in orders(fake, "/finish_weight_update")
+    ]
     samples = stored(Path(fields["output"]))
     assert labels == ["0", "1"]
     assert len(samples) == 2 * 4 * 4
-    assert {logprob for sample in samples for logprob in sample["logprobs"]} == {-1.0}  # what the stand-in says
+    # what the stand-in says
+    assert {logprob for sample in samples for logprob in sample["logprobs"]} == {-1.0}
 
 
 @pytest.mark.parametrize(("share", "factor"), [(0.1, 1.15), (0.3, 1.6)])
-def test_a_server_that_refuses_some_completions_trains_the_same_weights(share, factor, fake, fields, monkeypatch):
+def test_a_server_that_refuses_some_completions_trains_the_same_weights(
+    share, factor, fake, fields, monkeypatch
+):
     monkeypatch.setattr("burnish.loops.rollouts.retries._LONGEST", 0.01)
     fields = {**fields, "prompts_per_rollout": 8, "group_size": 8}
     output = Path(fields["output"])
-    open_grpo(GRPO(**{**fields, "output": f"{output}-quiet"}, source="vllm", vllm=VLLM(url=fake.url))).train()
+    open_grpo(
+        GRPO(**{**fields, "output": f"{output}-quiet"}, source="vllm", vllm=VLLM(url=fake.url))
+    ).train()
     usual, asked = fake.do_inference_v1_generate, Counter()
 
     def refuse_some(body):
@@ -86,7 +101,9 @@ def test_a_server_that_refuses_some_completions_trains_the_same_weights(share, f
     completions = 2 * 8 * 8
     assert len(asked) == completions < asked.total() <= factor * completions
     assert lines(output)[-1]["sampling/retries"] == asked.total() - completions
-    weights = [(Path(run) / "model/model.safetensors").read_bytes() for run in (output, f"{output}-quiet")]
+    weights = [
+        (Path(run) / "model/model.safetensors").read_bytes() for run in (output, f"{output}-quiet")
+    ]
     assert weights[0] == weights[1]
 
 
@@ -99,7 +116,10 @@ def test_several_servers_share_the_requests_and_all_have_the_weights(form, fake,
         other.do_inference_v1_generate = lambda body: (asked.append(body), generate(body))[1]
         open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=form([fake.url, other.url])))).train()
         for server in (fake, other):
-            labels = [body["weight_version"].split("@")[0] for body in orders(server, "/finish_weight_update")]
+            labels = [
+                body["weight_version"].split("@")[0]
+                for body in orders(server, "/finish_weight_update")
+            ]
             assert labels == ["0", "1"]
         assert sum(body["sampling_params"]["max_tokens"] > 1 for body in asked) == 2 * 2 * 4
         assert len(stored(Path(fields["output"]))) == 2 * 4 * 4
@@ -115,14 +135,19 @@ def test_adapters_go_to_a_server_under_a_name_for_each_version(fake, fields):
         written.append(load_file(Path(body["lora_path"]) / "adapter_model.safetensors")),
         load(body),
     )[1]
-    open_grpo(GRPO(**fields, lora=Lora(r=2), source="vllm", vllm=VLLM(url=fake.url, updates="adapters"))).train()
+    open_grpo(
+        GRPO(**fields, lora=Lora(r=2), source="vllm", vllm=VLLM(url=fake.url, updates="adapters"))
+    ).train()
     first, second = written
     assert all("lora_" in name for name in first)
-    assert any(not torch.equal(first[name], second[name]) for name in first)  # the step between them has changed it
+    # the step between them has changed it
+    assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
 class Computing(Fake):
-    """A stand-in that samples from a model of its own, whose weights are those that it is sent, unless it is stale."""
+    """A stand-in that samples from a model of its own, whose weights are those that it is sent,
+    unless it is stale.
+    """
 
     def __init__(self, model, tokenizer, *, stale=False):
         super().__init__(tokenizer)
@@ -164,7 +189,10 @@ def test_a_server_that_did_not_take_the_weights_ends_the_run_in_its_first_step(s
             training.train()
             assert [line["sampling/logp_difference"] < 0.1 for line in lines(run)] == [True, True]
             return
-        with pytest.raises(SourceError, match=r"differ from the trainer's by .* max_logp_difference is 1: it sampled"):
+        with pytest.raises(
+            SourceError,
+            match=r"differ from the trainer's by .* max_logp_difference is 1: it sampled",
+        ):
             training.train()
         assert not list((run / "checkpoints").glob("step-*")) and not (run / "model").exists()
         assert len(orders(fake, "/finish_weight_update")) == 1, "the first rollout was the last"
@@ -172,7 +200,9 @@ def test_a_server_that_did_not_take_the_weights_ends_the_run_in_its_first_step(s
         fake.close()
 
 
-def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake, fields, monkeypatch):
+def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(
+    fake, fields, monkeypatch
+):
     asked, ended = {}, []
 
     class Started:
@@ -192,15 +222,26 @@ def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(fake
     options = {"max_model_len": 64, "enforce_eager": True, "enable_prefix_caching": False}
     vllm = VLLM(python="/bin/sh", options=options, environment={"CUDA_VISIBLE_DEVICES": "1"})
     open_grpo(GRPO(**fields, source="vllm", vllm=vllm)).train()
-    assert asked["flags"] == ["--max-model-len", "64", "--enforce-eager", "--no-enable-prefix-caching"]
-    assert (asked["model"], asked["dtype"], asked["python"]) == (fields["model"], "float32", "/bin/sh")
+    assert asked["flags"] == [
+        "--max-model-len",
+        "64",
+        "--enforce-eager",
+        "--no-enable-prefix-caching",
+    ]
+    assert (asked["model"], asked["dtype"], asked["python"]) == (
+        fields["model"],
+        "float32",
+        "/bin/sh",
+    )
     assert asked["environment"] == {"CUDA_VISIBLE_DEVICES": "1"}
     assert ended == [True]
 
 
 def test_a_server_that_the_user_runs_gets_the_key_that_is_configured(fake, fields):
     fake.key = "of the user"
-    with pytest.raises(SourceError, match=r"answered 401: Unauthorized; set vllm\.api_key to the key"):
+    with pytest.raises(
+        SourceError, match=r"answered 401: Unauthorized; set vllm\.api_key to the key"
+    ):
         open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, api_key="another")))
     open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url, api_key="of the user"))).train()
 
@@ -232,7 +273,9 @@ def test_a_context_can_be_copied_after_a_reference_was_made(fake, fields):
 
 
 def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
-    open_grpo(GRPO(**fields | {"steps": 1}, save_every=1, source="vllm", vllm=VLLM(url=fake.url))).train()
+    open_grpo(
+        GRPO(**fields | {"steps": 1}, save_every=1, source="vllm", vllm=VLLM(url=fake.url))
+    ).train()
     moved = VLLM(url=f"http://localhost:{fake.port}", patience=70.0)
     open_grpo(GRPO(**fields, resume=True, source="vllm", vllm=moved)).train()
     assert [line["step"] for line in lines(Path(fields["output"]))] == [1, 2]
@@ -242,53 +285,87 @@ def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
 def test_nccl_is_given_the_trainers_address(address):
     vllm = VLLM(url="http://192.0.2.7:8000", updates="nccl", trainer_address=address)
     config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm)
-    assert open_updates(types.SimpleNamespace(config=config, directory=Path("o"))).address == address
+    assert (
+        open_updates(types.SimpleNamespace(config=config, directory=Path("o"))).address == address
+    )
 
 
 def test_flags_are_written_as_vllm_reads_them():
-    assert flags_of({"max_num_seqs": 8, "quantization": "fp8"}) == ["--max-num-seqs", "8", "--quantization", "fp8"]
+    assert flags_of({"max_num_seqs": 8, "quantization": "fp8"}) == [
+        "--max-num-seqs",
+        "8",
+        "--quantization",
+        "fp8",
+    ]
     assert flags_of({"speculative_config": {"k": 1}}) == ["--speculative-config", '{"k": 1}']
 
 
 def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fields):
-    with pytest.raises(SourceError, match=r"no healthy server at http://127\.0\.0\.1:9 .* start it"):
-        open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url="http://127.0.0.1:9", patience=0.2))).train()
+    with pytest.raises(
+        SourceError, match=r"no healthy server at http://127\.0\.0\.1:9 .* start it"
+    ):
+        open_grpo(
+            GRPO(**fields, source="vllm", vllm=VLLM(url="http://127.0.0.1:9", patience=0.2))
+        ).train()
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"source": "vllm", "vllm": VLLM(updates="adapters"), "lora": Lora(r=513)}, "up to rank 512, got 513; lower"),
         (
-            {"source": "vllm", "vllm": VLLM(updates="adapters", options={"max_lora_rank": 8}), "lora": Lora(r=9)},
+            {"source": "vllm", "vllm": VLLM(updates="adapters"), "lora": Lora(r=513)},
+            "up to rank 512, got 513; lower",
+        ),
+        (
+            {
+                "source": "vllm",
+                "vllm": VLLM(updates="adapters", options={"max_lora_rank": 8}),
+                "lora": Lora(r=9),
+            },
             "max_lora_rank=8 has no room for lora.r=9; leave it out, or set it to 16",
         ),
         *(
             ({"source": "vllm", "vllm": VLLM(updates="adapters"), "lora": lora}, message)
             for lora, message in (
-                (Lora(r=2, use_dora=True), "^lora.use_dora: vLLM can't load adapters with use_dora=True"),
+                (
+                    Lora(r=2, use_dora=True),
+                    "^lora.use_dora: vLLM can't load adapters with use_dora=True",
+                ),
                 (
                     Lora(r=2, modules_to_save=["lm_head"]),
                     r"^lora.modules_to_save: .*=\['lm_head'\]; leave it out, or set vllm",
                 ),
-                (Lora(r=2, init_lora_weights="pissa_niter_4"), "^lora.init_lora_weights: .*=pissa_niter_4"),
+                (
+                    Lora(r=2, init_lora_weights="pissa_niter_4"),
+                    "^lora.init_lora_weights: .*=pissa_niter_4",
+                ),
                 (Lora(r=2, kwargs={"lora_bias": True}), "^lora.lora_bias: .* with lora_bias=True"),
                 (Lora(r=2, kwargs={"bias": "all"}), "^lora.bias: .* with bias=all"),
                 (Lora(r=2, kwargs={"rank_pattern": {"q": 600}}), "up to rank 512, got 600; lower"),
             )
         ),
-        ({"source": "vllm", "vllm": VLLM(options={"host": "0.0.0.0"})}, "opens the server .*address in vllm.host"),
-        ({"source": "vllm", "vllm": VLLM(options={"api-key": "k"})}, "vllm.options: api-key: all users of the machine"),
+        (
+            {"source": "vllm", "vllm": VLLM(options={"host": "0.0.0.0"})},
+            "opens the server .*address in vllm.host",
+        ),
+        (
+            {"source": "vllm", "vllm": VLLM(options={"api-key": "k"})},
+            "vllm.options: api-key: all users of the machine",
+        ),
     ],
 )
-def test_adapters_and_options_that_vllm_must_not_get_are_refused_before_anything_is_loaded(changed, message):
+def test_adapters_and_options_that_vllm_must_not_get_are_refused_before_anything_is_loaded(
+    changed, message
+):
     with pytest.raises(ValueError, match=message):
         check_sampling(GRPO(model="m", data="d", output="o", **changed))
 
 
 def test_an_adapter_to_go_on_from_is_one_that_vllm_can_load(tmp_path):
     vllm = VLLM(updates="adapters")
-    config = GRPO(model="m", data="d", output="o", source="vllm", vllm=vllm, lora=Lora(path=str(tmp_path)))
+    config = GRPO(
+        model="m", data="d", output="o", source="vllm", vllm=vllm, lora=Lora(path=str(tmp_path))
+    )
     LoraConfig(r=2).save_pretrained(str(tmp_path))
     check_sampling(config)
     LoraConfig(r=2, use_dora=True).save_pretrained(str(tmp_path))
@@ -328,7 +405,8 @@ def test_the_policy_converses_with_an_environment_and_learns_from_what_it_gives(
     samples = stored(Path(fields["output"]))
     for sample in samples:
         assert sample["info"]["turns"] == 3
-        assert sum(sample["trained"]) == 6 < len(sample["tokens"])  # what the environment said is context
+        # what the environment said is context
+        assert sum(sample["trained"]) == 6 < len(sample["tokens"])
         assert sample["rewards"] == {"environment": sample["info"]["environment_reward"]}
     step = lines(Path(fields["output"]))[-1]
     assert step["turns/mean"] == 3 and step["turns/aborted"] == 0
@@ -338,14 +416,21 @@ def test_the_policy_converses_with_an_environment_and_learns_from_what_it_gives(
 def test_held_out_prompts_are_conversations_too(fields, tmp_path):
     held_out = write_rows(tmp_path / "held_out.jsonl", guess_rows(3, high=7))
     rows = write_rows(tmp_path / "games.jsonl", guess_rows(8, high=7))
-    games = {"rewards": {}, "environment": "guess_number", "data": str(rows), "eval_data": str(held_out)}
+    games = {
+        "rewards": {},
+        "environment": "guess_number",
+        "data": str(rows),
+        "eval_data": str(held_out),
+    }
     open_grpo(GRPO(**fields | games)).train()
     assert "eval/rewards/environment/mean" in lines(Path(fields["output"]))[0]
 
 
 def test_each_file_of_data_is_read_once(fields, tmp_path, monkeypatch):
     read, from_path = [], records._from_path
-    monkeypatch.setattr(records, "_from_path", lambda path, **how: read.append(path) or from_path(path, **how))
+    monkeypatch.setattr(
+        records, "_from_path", lambda path, **how: read.append(path) or from_path(path, **how)
+    )
     held_out = str(write_rows(tmp_path / "held_out.jsonl", [{"prompt": "1?", "answer": "2"}]))
     open_rl(GRPO(**fields, eval_data=held_out)).scheduler.close()
     assert read == [fields["data"], held_out]

@@ -19,11 +19,15 @@ def common(tmp_path_factory):
 
 @pytest.fixture
 def burnish(common, tmp_path):
-    """A recipe of the command line: its exit status, from settings that differ from the common ones."""
+    """A recipe of the command line: its exit status, from settings that differ from the common
+    ones.
+    """
 
     def burnish(recipe="grpo", **settings):
         fields = {**common, "output": tmp_path / "run", "steps": 1, **settings}
-        flags = (f"--{k}={json.dumps(v) if isinstance(v, dict | bool) else v}" for k, v in fields.items())
+        flags = (
+            f"--{k}={json.dumps(v) if isinstance(v, dict | bool) else v}" for k, v in fields.items()
+        )
         return main([recipe, *flags])
 
     return burnish
@@ -59,7 +63,9 @@ def of_answers(rollout, column):
 def test_a_failed_reward_masks_the_answer_and_one_that_does_not_apply_is_left_out_of_the_sum(
     burnish, advantages, tmp_path, capsys
 ):
-    """Of four answers to each prompt math times out on the first, and does not apply to the second."""
+    """Of four answers to each prompt math times out on the first, and does not apply to the
+    second.
+    """
     assert burnish(rewards=MATH, show_every=1) == 0
     samples, (line,) = stored(tmp_path / "run"), lines(tmp_path / "run")
     right = [sample["rewards"]["math"] for sample in samples]
@@ -78,7 +84,9 @@ def test_a_failed_reward_masks_the_answer_and_one_that_does_not_apply_is_left_ou
     ((rollout, columns),) = advantages
     found = of_answers(rollout, columns["advantage"])
     assert sorted(found) == [i for i in range(16) if i % 4]
-    expected = [value for group in range(4) for value in normalized(totals[3 * group : 3 * group + 3])]
+    expected = [
+        value for group in range(4) for value in normalized(totals[3 * group : 3 * group + 3])
+    ]
     assert [found[i] for i in sorted(found)] == pytest.approx(expected, abs=1e-9)
     shown = " ".join(capsys.readouterr().out.split())
     assert "math timeout" in shown and "math none" in shown
@@ -100,7 +108,9 @@ def test_what_is_unknown_is_in_no_rewards_group_statistics(burnish, advantages):
 
 
 def test_a_failed_reward_of_weight_0_is_counted_and_masks_nothing(burnish, tmp_path):
-    assert burnish(rewards={"judges:math": {"weight": 0.0, "timeout": 0.3}, "judges:form": 1.0}) == 0
+    assert (
+        burnish(rewards={"judges:math": {"weight": 0.0, "timeout": 0.3}, "judges:form": 1.0}) == 0
+    )
     (line,) = lines(tmp_path / "run")
     assert line["rewards/math/unscored/timeout"] == 4
     assert line["completions/masked_ratio"] == line["frac_unscored"] == 0
@@ -116,37 +126,57 @@ def test_dynamic_sampling_does_not_take_what_is_unknown_for_a_difference(burnish
 
 
 def test_no_pair_is_made_of_an_answer_of_unknown_worth(burnish, tmp_path):
-    """Of two answers to each prompt math fails at one, and does not apply to the other, whose form is worse."""
+    """Of two answers to each prompt math fails at one, and does not apply to the other, whose form
+    is worse.
+    """
     assert burnish("online_dpo", rewards=MATH, group_size=2) == 0
     (line,) = lines(tmp_path / "run")
     assert (line["pairs"], line["ties"], line["completions/masked_ratio"]) == (0, 4, 0.5)
 
 
 @pytest.mark.parametrize("settings", [{}, {"dynamic_sampling": True}, {"max_staleness": 1}])
-def test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run(settings, burnish, tmp_path, capsys):
+def test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run(
+    settings, burnish, tmp_path, capsys
+):
     assert burnish(rewards={"online:even": 1.0, "judges:broken": 0.1}, steps=2, **settings) == 1
     said = capsys.readouterr().err
-    assert "reward broken: error in every one of its calls, for all 16 completions of the first rollout" in said
+    assert (
+        "reward broken: error in every one of its calls, for all 16 completions of the first rollout"
+        in said
+    )
     assert "in broken" in said and "KeyError: 'solution'" in said
     assert "the row has the columns (" in said
     assert lines(tmp_path / "run") == []
 
 
-def test_a_reward_that_gives_no_number_in_all_calls_of_the_first_rollout_ends_the_run(burnish, tmp_path, capsys):
+def test_a_reward_that_gives_no_number_in_all_calls_of_the_first_rollout_ends_the_run(
+    burnish, tmp_path, capsys
+):
     assert burnish(rewards={"judges:wordy": 1.0}, steps=2) == 1
     said = capsys.readouterr().err
-    assert "reward wordy: not a number in every one of its calls, for all 16 completions" in said and "'good'" in said
+    assert (
+        "reward wordy: not a number in every one of its calls, for all 16 completions" in said
+        and "'good'" in said
+    )
     assert lines(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize(
     ("function", "kinds", "first"),
-    [("not_numbers", "not a number or nan", "'good'"), ("too_few", "wrong length", "returned 1 for ")],
+    [
+        ("not_numbers", "not a number or nan", "'good'"),
+        ("too_few", "wrong length", "returned 1 for "),
+    ],
 )
-def test_one_that_fails_in_other_ways_in_all_calls_ends_the_run_too(function, kinds, first, burnish, tmp_path, capsys):
+def test_one_that_fails_in_other_ways_in_all_calls_ends_the_run_too(
+    function, kinds, first, burnish, tmp_path, capsys
+):
     assert burnish(rewards={"online:even": 1.0, f"judges:{function}": 0.1}, steps=2) == 1
     said = capsys.readouterr().err
-    assert f"reward {function}: {kinds} in every one of its calls, for all 16 completions" in said and first in said
+    assert (
+        f"reward {function}: {kinds} in every one of its calls, for all 16 completions" in said
+        and first in said
+    )
     assert lines(tmp_path / "run") == []
 
 
@@ -154,26 +184,37 @@ def test_one_that_fails_in_other_ways_in_all_calls_ends_the_run_too(function, ki
 def test_one_without_a_return_statement_ends_the_run(others, burnish, tmp_path, capsys):
     assert burnish(rewards={**others, "judges:forgets": 1.0}, steps=2) == 1
     said = capsys.readouterr().err
-    assert "reward forgets: returned None in every one of its calls, for all 16 completions of the first" in said
+    assert (
+        "reward forgets: returned None in every one of its calls, for all 16 completions of the first"
+        in said
+    )
     assert "return a number, or leave it out" in said and lines(tmp_path / "run") == []
 
 
 def test_one_that_applies_to_later_prompts_goes_on(burnish, tmp_path):
     assert burnish(rewards={"online:even": 1.0, "judges:of_other_prompts": 1.0}, steps=2) == 0
-    assert [line["rewards/of_other_prompts/unscored"] for line in lines(tmp_path / "run")] == [16, 0]
+    assert [line["rewards/of_other_prompts/unscored"] for line in lines(tmp_path / "run")] == [
+        16,
+        0,
+    ]
 
 
 def test_a_reward_that_changes_the_ids_that_it_is_given_trains_the_same_weights(burnish, tmp_path):
     for name in ("online:even", "judges:spoils_ids"):
         assert burnish(rewards={name: 1.0}, steps=2, output=tmp_path / name) == 0
     weights = [
-        (tmp_path / name / "model/model.safetensors").read_bytes() for name in ("online:even", "judges:spoils_ids")
+        (tmp_path / name / "model/model.safetensors").read_bytes()
+        for name in ("online:even", "judges:spoils_ids")
     ]
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize(("function", "failed"), [("works_once", [15, 16]), ("broken_later", [0, 16])])
-def test_one_that_works_for_an_answer_of_the_first_rollout_goes_on(function, failed, burnish, tmp_path):
+@pytest.mark.parametrize(
+    ("function", "failed"), [("works_once", [15, 16]), ("broken_later", [0, 16])]
+)
+def test_one_that_works_for_an_answer_of_the_first_rollout_goes_on(
+    function, failed, burnish, tmp_path
+):
     assert burnish(rewards={f"judges:{function}": 1.0}, steps=2) == 0
     logged = lines(tmp_path / "run")
     assert [line.get(f"rewards/{function}/unscored/error", 0) for line in logged] == failed
@@ -194,7 +235,10 @@ def test_every_rank_is_told_why_the_run_ends(common, tmp_path):
 def test_the_counts_of_a_rollout_are_its_own_while_others_are_drawn_and_judged(burnish, tmp_path):
     rewards = {"judges:broken_in_odd_rollouts": 1.0, "judges:form": 0.5}
     assert burnish(rewards=rewards, steps=6, max_staleness=1) == 0
-    counts = [line.get("rewards/broken_in_odd_rollouts/unscored/error", 0) for line in lines(tmp_path / "run")]
+    counts = [
+        line.get("rewards/broken_in_odd_rollouts/unscored/error", 0)
+        for line in lines(tmp_path / "run")
+    ]
     assert counts == [0, 16] * 3
 
 
@@ -207,10 +251,13 @@ LEFT = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the dead leave files open
+# the dead leave files open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", LEFT)
 def test_numbers_of_numpy_and_torch_in_info_are_stored_and_resumed_from(name, burnish, tmp_path):
-    """The process dies in the second step of a rollout of two, so the next one reads the rollout's samples."""
+    """The process dies in the second step of a rollout of two, so the next one reads the rollout's
+    samples.
+    """
     settings = {
         "rewards": {name: 1.0},
         "epochs_per_rollout": 2,
@@ -232,5 +279,8 @@ def test_numbers_of_numpy_and_torch_in_info_are_stored_and_resumed_from(name, bu
 def test_what_cannot_be_stored_is_refused_and_named(burnish, capsys):
     assert burnish(rewards={"judges:leaves_an_object": 1.0, "judges:form": 0.5}) == 1
     said = capsys.readouterr().err
-    assert "scored by leaves_an_object, form: sample.info['tree']: wanted numbers, text, lists or mappings" in said
+    assert (
+        "scored by leaves_an_object, form: sample.info['tree']: wanted numbers, text, lists or mappings"
+        in said
+    )
     assert "got object" in said

@@ -1,4 +1,6 @@
-"""Event loops of schedulers, which are closed when they are collected, and the threads of blocking functions."""
+"""Event loops of schedulers, which are closed when they are collected, and the threads of blocking
+functions.
+"""
 
 import asyncio
 import gc
@@ -58,7 +60,8 @@ def test_an_interrupted_wait_cancels_what_runs_in_the_background():
             time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+    # ignored in what a shell runs in the background
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with closing(EventLoop(background=True)) as loop:
         threading.Thread(target=interrupt).start()
         with pytest.raises(KeyboardInterrupt):
@@ -99,7 +102,8 @@ def test_a_wait_that_is_cancelled_leaves_its_thread_behind_which_is_used_again_w
         time.sleep(0.05)
         return threading.current_thread()
 
-    async def reused():  # by one of ever more calls at once: threads that became idle later are taken first
+    # by one of ever more calls at once: threads that became idle later are taken first
+    async def reused():
         calls = 1
         while threads[0] not in await asyncio.gather(*(off_loop(pause) for _ in range(calls))):
             calls += 1
@@ -125,7 +129,11 @@ def test_an_error_of_a_blocking_function_is_raised_whatever_it_is():
 
 
 def _state():
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,7 +146,9 @@ def _state():
     ids=["no_grad", "inference_mode", "autocast"],
 )
 def test_what_a_coroutine_sets_in_torch_holds_for_itself_alone(context, inside):
-    """Two of them, each in its own context around an await, end in another order than they began."""
+    """Two of them, each in its own context around an await, end in another order than they
+    began.
+    """
     seen = []
 
     async def judge(number, seconds):

@@ -70,5 +70,7 @@ def types_of(value):
     ids=lambda value: type(value).__name__,
 )
 def test_what_cannot_be_stored_is_refused_and_its_place_is_named(value, where, kind):
-    with pytest.raises(ValueError, match=f"^{where}: wanted numbers, text, lists or mappings, .* got {kind};"):
+    with pytest.raises(
+        ValueError, match=f"^{where}: wanted numbers, text, lists or mappings, .* got {kind};"
+    ):
         plain(value, "who")

@@ -6,7 +6,14 @@ import json
 
 import pytest
 from burnish.loops.rollouts.replay import ReplaySource, open_sample_log, read_samples, write_samples
-from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, from_record, to_record
+from burnish.loops.rollouts.sample import (
+    Request,
+    Sample,
+    SamplingParams,
+    VersionSpan,
+    from_record,
+    to_record,
+)
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError
 
@@ -45,7 +52,9 @@ def test_what_is_written_is_read(name, tmp_path):
 
 
 def test_half_a_surrogate_which_a_model_may_write_in_json_is_stored(tmp_path):
-    sample = dataclasses.replace(completion(0, 0), info={"arguments": json.loads('{"city": "\\ud83d Zürich"}')})
+    sample = dataclasses.replace(
+        completion(0, 0), info={"arguments": json.loads('{"city": "\\ud83d Zürich"}')}
+    )
     write_samples(path := tmp_path / "samples.jsonl", [sample])
     assert list(read_samples(path)) == [sample] and "Zürich" in path.read_text()
 
@@ -104,14 +113,18 @@ def test_samples_are_read_one_at_a_time(tmp_path):
 def test_a_sample_that_does_not_agree_with_itself_is_named(tmp_path):
     path = tmp_path / "samples.jsonl"
     write_samples(path, [STORED[0], dataclasses.replace(STORED[1], logprobs=[-1.0])])
-    with pytest.raises(ValueError, match=r"sample number 2 .* logprobs must have one entry per token, 3, got 1"):
+    with pytest.raises(
+        ValueError, match=r"sample number 2 .* logprobs must have one entry per token, 3, got 1"
+    ):
         list(read_samples(path))
 
 
 def test_a_record_of_other_fields_is_refused():
     record = to_record(STORED[0])
     for wrong in ({k: v for k, v in record.items() if k != "spans"}, record | {"reward": 1}):
-        with pytest.raises(ValueError, match=r"missing or unknown: reward|missing or unknown: spans"):
+        with pytest.raises(
+            ValueError, match=r"missing or unknown: reward|missing or unknown: spans"
+        ):
             from_record(wrong)
 
 

@@ -28,7 +28,12 @@ class Refusing:
     overlaps, stored, vocab = True, False, 2000
 
     def __init__(self, share=0.0, *, error=SourceBusy, separate=True, seed=0, fails=None):
-        self.rng, self.share, self.error, self.separate = random.Random(seed), share, error, separate
+        self.rng, self.share, self.error, self.separate = (
+            random.Random(seed),
+            share,
+            error,
+            separate,
+        )
         self.fails = fails or (lambda place, attempt: self.rng.random() < self.share)
         self.asked, self.versions, self.at = Counter(), 0, None
 
@@ -44,7 +49,17 @@ class Refusing:
     def _answer(self, request, index):
         tokens = [request.seed(index) % 1000, self.at]
         spans = [VersionSpan(self.at, 0, 2)]
-        return Sample(request.task, index, list(request.prompt), tokens, [True] * 2, [-1.0] * 2, spans, "stop", "?")
+        return Sample(
+            request.task,
+            index,
+            list(request.prompt),
+            tokens,
+            [True] * 2,
+            [-1.0] * 2,
+            spans,
+            "stop",
+            "?",
+        )
 
     async def publish(self, weights, version):
         self.at = version
@@ -72,11 +87,16 @@ def trained(source, steps=STEPS, **options):
         for step in range(steps):
             scheduler.publish()
             for group in scheduler.take(step=step):
-                found += [(sample.task, sample.index, sample.tokens, sample.info.get("turns")) for sample in group]
+                found += [
+                    (sample.task, sample.index, sample.tokens, sample.info.get("turns"))
+                    for sample in group
+                ]
     return found, scheduler.retries
 
 
-@pytest.mark.parametrize(("error", "separate"), [(SourceBusy, True), (SourceLost, True), (SourceLost, False)])
+@pytest.mark.parametrize(
+    ("error", "separate"), [(SourceBusy, True), (SourceLost, True), (SourceLost, False)]
+)
 @pytest.mark.parametrize(("share", "factor"), [(0.1, 1.15), (0.3, 1.6)])
 def test_one_refused_completion_is_asked_for_again_alone(share, factor, error, separate):
     undisturbed, _ = trained(Refusing())
@@ -114,7 +134,10 @@ def test_a_refusal_does_not_count_while_the_source_completes_others():
 
 def test_a_source_that_refuses_everything_ends_the_run():
     source = Refusing(1.0)
-    with pytest.raises(SourceError, match=r"completion \d of task \d could not be sampled in 3 attempts .* is refused"):
+    with pytest.raises(
+        SourceError,
+        match=r"completion \d of task \d could not be sampled in 3 attempts .* is refused",
+    ):
         trained(source, attempts=3)
     assert max(source.asked.values()) == 3
 
@@ -123,7 +146,10 @@ def test_the_first_refusal_is_a_warning_and_further_ones_are_counted(caplog):
     with caplog.at_level(logging.WARNING):
         _, retries = trained(Refusing(0.3))
     first, *others = [record.getMessage() for record in caplog.records]
-    assert "is refused; it is asked again, and further refusals are counted in sampling/retries" in first
+    assert (
+        "is refused; it is asked again, and further refusals are counted in sampling/retries"
+        in first
+    )
     assert retries > 20 > len(others)
 
 
@@ -162,7 +188,9 @@ def test_completions_that_are_lost_together_look_for_the_weights_together():
 
 @pytest.mark.parametrize("error", [SourceLost, SourceBusy, ConnectionError])
 def test_a_lost_turn_is_asked_for_again_alone(error):
-    """Its conversation goes on, with what its environment has done, and so do the others of its group."""
+    """Its conversation goes on, with what its environment has done, and so do the others of its
+    group.
+    """
     calls = Counter()
 
     class Counting:
@@ -194,7 +222,10 @@ def test_a_lost_turn_is_asked_for_again_alone(error):
         ({"logprobs": [-1.0]}, "logprobs must have one entry per token, 2, got 1"),
         ({"logprobs": [0.5, -1.0]}, "log-probs must be finite and <= 0, got 0.5"),
         ({"logprobs": [float("nan"), -1.0]}, "log-probs must be finite and <= 0, got nan"),
-        ({"spans": [VersionSpan(None, 0, 2)]}, "wanted the version of the weights that its tokens are from, got None"),
+        (
+            {"spans": [VersionSpan(None, 0, 2)]},
+            "wanted the version of the weights that its tokens are from, got None",
+        ),
         ({"spans": [VersionSpan(0, 0, 1)]}, "no version is known for token 1"),
         ({"spans": []}, "no version is known for token 0"),
         ({"prompt": [-5]}, "prompt token -5 is outside the vocabulary"),

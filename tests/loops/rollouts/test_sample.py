@@ -8,11 +8,27 @@ from burnish.loops.rollouts.source import SourceError, check_completions
 
 
 def asked(**changes):
-    return Request(**{"task": 3, "prompt": [1], "indices": [0], "sampling": SamplingParams(5), "key": 7, **changes})
+    return Request(
+        **{
+            "task": 3,
+            "prompt": [1],
+            "indices": [0],
+            "sampling": SamplingParams(5),
+            "key": 7,
+            **changes,
+        }
+    )
 
 
 GOOD = Sample(
-    2, 1, [5], [6, 7, 8], [True, False, True], [-1.0, 0.0, -2.0], [VersionSpan(4, 0, 1), VersionSpan(3, 2, 3)], "stop"
+    2,
+    1,
+    [5],
+    [6, 7, 8],
+    [True, False, True],
+    [-1.0, 0.0, -2.0],
+    [VersionSpan(4, 0, 1), VersionSpan(3, 2, 3)],
+    "stop",
 )
 
 
@@ -67,10 +83,16 @@ def test_a_whole_sample_passes_and_so_does_a_hair_above_0():
         ({"logprobs": [-1.0, 0.0, float("nan")]}, "log-probs must be finite and <= 0, got nan"),
         ({"logprobs": [-1.0, 0.0, float("-inf")]}, "log-probs must be finite and <= 0, got -inf"),
         ({"logprobs": [-1.0, 0.0, 0.1]}, "log-probs must be finite and <= 0, got 0.1"),
-        ({"tokens": [], "trained": [], "logprobs": [], "spans": []}, "it has no token of the policy"),
+        (
+            {"tokens": [], "trained": [], "logprobs": [], "spans": []},
+            "it has no token of the policy",
+        ),
         ({"trained": [False] * 3}, "it has no token of the policy"),
         ({"spans": [VersionSpan(4, 0, 1)]}, "no version is known for token 2, which was sampled"),
-        ({"spans": [VersionSpan(4, 0, 2)], "trained": [True] * 3}, "no version is known for token 2"),
+        (
+            {"spans": [VersionSpan(4, 0, 2)], "trained": [True] * 3},
+            "no version is known for token 2",
+        ),
     ],
 )
 def test_parts_that_do_not_agree_are_refused(change, says):
@@ -90,12 +112,22 @@ def test_completions_that_were_asked_for_pass():
         ({"index": 0}, r"got \[\(2, 0\)\]"),
         ({"prompt": [5, 5]}, "completion 1 is of another prompt"),
         ({"logprobs": [-1.0]}, "logprobs must have one entry per token"),
-        ({"tokens": [6] * 6, "trained": [True] * 6, "logprobs": [-1.0] * 6, "spans": [VersionSpan(4, 0, 6)]}, "got 6"),
+        (
+            {
+                "tokens": [6] * 6,
+                "trained": [True] * 6,
+                "logprobs": [-1.0] * 6,
+                "spans": [VersionSpan(4, 0, 6)],
+            },
+            "got 6",
+        ),
     ],
 )
 def test_completions_that_were_not_asked_for_are_refused(change, says):
     with pytest.raises(SourceError, match=f"vllm: task 2: .*{says}"):
-        check_completions([dataclasses.replace(GOOD, **change)], asked(task=2, prompt=[5], indices=[1]), "vllm")
+        check_completions(
+            [dataclasses.replace(GOOD, **change)], asked(task=2, prompt=[5], indices=[1]), "vllm"
+        )
 
 
 def test_a_completion_that_is_missing_is_refused():

@@ -18,9 +18,11 @@ B, G = 3, 2
 
 
 class Scripted:
-    """A source whose delays and crashes are drawn from a seed; a crash fails what is under way and loses the weights.
+    """A source whose delays and crashes are drawn from a seed; a crash fails what is under way and
+    loses the weights.
 
-    The one token of an answer is a hash of its seed and version, so that answers to different questions differ.
+    The one token of an answer is a hash of its seed and version, so that answers to different
+    questions differ.
     """
 
     overlaps, stored = True, False
@@ -53,7 +55,9 @@ class Scripted:
                 raise SourceLost("the connection was lost")
             if started is None or self.at is None:
                 raise SourceLost("it draws from weights of nobody's")
-            spans = [VersionSpan(started, 0, 1)] + [VersionSpan(self.at, 1, 2)] * (self.at != started)
+            spans = [VersionSpan(started, 0, 1)] + [VersionSpan(self.at, 1, 2)] * (
+                self.at != started
+            )
             return [self._answer(request, index, spans) for index in request.indices]
         finally:
             self.under_way -= 1
@@ -61,7 +65,14 @@ class Scripted:
     def _answer(self, request, index, spans):
         tokens = [request.seed(index) % 1000 + span.version for span in spans]
         return Sample(
-            request.task, index, list(request.prompt), tokens, [True] * len(tokens), [-1.0] * len(tokens), spans, "stop"
+            request.task,
+            index,
+            list(request.prompt),
+            tokens,
+            [True] * len(tokens),
+            [-1.0] * len(tokens),
+            spans,
+            "stop",
         )
 
     async def publish(self, weights, version):
@@ -83,7 +94,14 @@ class Trainer:
     def __init__(self, source, **options):
         self.version = 0
         self.trained = []  # (step, task, tokens, age)
-        options = {"groups_per_step": B, "group_size": G, "seed": 5, "max_staleness": 0, "backoff": 0.001, **options}
+        options = {
+            "groups_per_step": B,
+            "group_size": G,
+            "seed": 5,
+            "max_staleness": 0,
+            "backoff": 0.001,
+            **options,
+        }
         self.scheduler = RolloutScheduler(
             source,
             lambda task: [task + 1, 7],
@@ -121,7 +139,8 @@ def wait_until(condition, seconds=60.0):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    before = set(threading.enumerate())  # of which some, left behind by other tests, may end meanwhile
+    # of which some, left behind by other tests, may end meanwhile
+    before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before
 
@@ -132,7 +151,9 @@ def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_sta
     source = Scripted(seed, delay=0.01, crashes=0.2)
     trainer = Trainer(source, max_staleness=max_staleness, attempts=50)
     trained = trainer.all(20, pause=0.003)
-    assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(20 * B)]
+    assert [(step, task) for step, task, *_ in trained] == [
+        (task // B, task) for task in range(20 * B)
+    ]
     assert max(age for *_, age in trained) <= max_staleness
     assert trainer.scheduler.ends == [(step + 1) * B for step in range(20)]
     assert source.closed and source.crashed > 0
@@ -151,7 +172,8 @@ def test_answers_are_drawn_ahead_as_far_as_may_be_and_no_further(max_staleness):
     trainer = Trainer(source, max_staleness=max_staleness)
     with trainer.scheduler:
         for step in trainer.run(6):
-            begun = (step + 1) * B if max_staleness == 0 else (step + 2 + max_staleness) * B  # as of version step + 1
+            # as of version step + 1
+            begun = (step + 1) * B if max_staleness == 0 else (step + 2 + max_staleness) * B
             wait_until(lambda begun=begun: source.asked == begun and source.under_way == 0)
             time.sleep(0.01)
             assert source.asked == begun
@@ -167,11 +189,15 @@ def test_answers_under_way_go_on_across_a_publication():
             started = self.at
             while request.task >= B and self.at == started:
                 await asyncio.sleep(0.001)
-            spans = [VersionSpan(started, 0, 1)] + [VersionSpan(self.at, 1, 2)] * (self.at != started)
+            spans = [VersionSpan(started, 0, 1)] + [VersionSpan(self.at, 1, 2)] * (
+                self.at != started
+            )
             return [self._answer(request, index, spans) for index in request.indices]
 
     trained = Trainer(Patient(), max_staleness=2).all(10)
-    assert all(len(tokens) == 1 + (step > 0) for step, _, answers, _ in trained for tokens in answers)
+    assert all(
+        len(tokens) == 1 + (step > 0) for step, _, answers, _ in trained for tokens in answers
+    )
 
 
 @pytest.mark.parametrize("stop", range(1, 7))
@@ -206,7 +232,9 @@ def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_p
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     second.scheduler.load_state_dict(state)
     trained = first.trained + second.all(9, start=stop)
-    assert [(step, task) for step, task, *_ in trained] == [(task // B, task) for task in range(9 * B)]
+    assert [(step, task) for step, task, *_ in trained] == [
+        (task // B, task) for task in range(9 * B)
+    ]
     assert max(age for *_, age in second.trained) <= 2
     ready = {task: [record["tokens"] for record in group] for task, group in state["ready"].items()}
     assert {task: tokens for _, task, tokens, _ in second.trained if task in ready} == ready
@@ -216,7 +244,10 @@ def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_p
 def test_a_state_of_another_run_is_refused():
     with Trainer(Scripted()).scheduler as scheduler:
         state = scheduler.state_dict()
-    with Trainer(Scripted(), seed=6).scheduler as scheduler, pytest.raises(ValueError, match=r"had seed=5, not 6"):
+    with (
+        Trainer(Scripted(), seed=6).scheduler as scheduler,
+        pytest.raises(ValueError, match=r"had seed=5, not 6"),
+    ):
         scheduler.load_state_dict(state)
 
 
@@ -228,7 +259,9 @@ def test_a_source_that_is_down_for_good_ends_the_run_and_says_so(max_staleness):
         run = trainer.run(9)
         next(run)
         source.dead = True
-        with pytest.raises(SourceError, match=r"in 3 attempts over .* the server is gone; check the source"):
+        with pytest.raises(
+            SourceError, match=r"in 3 attempts over .* the server is gone; check the source"
+        ):
             list(run)
 
 
@@ -246,7 +279,11 @@ def test_every_failed_attempt_is_a_warning_with_its_reason(caplog):
         assert len(scheduler.take(step=0)) == B
     assert [record.getMessage() for record in caplog.records] == [
         f"scheduler: {what} could not be sampled in attempt {attempt} of 8: refused {n} times"
-        for what, attempt, n in (("task 1", 1, 1), ("completion 0 of task 1", 2, 2), ("completion 1 of task 1", 2, 3))
+        for what, attempt, n in (
+            ("task 1", 1, 1),
+            ("completion 0 of task 1", 2, 2),
+            ("completion 1 of task 1", 2, 3),
+        )
     ]
 
 
@@ -262,7 +299,9 @@ def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_stalen
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_its_version(max_staleness):
+def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_its_version(
+    max_staleness,
+):
     class Revived(Scripted):
         async def version(self):
             self.dead = False
@@ -300,11 +339,21 @@ def with_first(**changes):
         (with_first(task=99), r"asked for its completions \[0, 1\], got \[\(99, 0\)"),
         (lambda group: group[1:], r"got \[\(0, 1\)\]"),
         (lambda group: [group[0], *group], r"got \[\(0, 0\), \(0, 0\), \(0, 1\)\]"),
-        (with_first(prompt=[9, 7, 1]), "completion 1 is of another prompt than those it is compared with"),
+        (
+            with_first(prompt=[9, 7, 1]),
+            "completion 1 is of another prompt than those it is compared with",
+        ),
         (with_first(logprobs=[]), "^Altered: task 0: sample 0 of task 0: .*one entry per token"),
         (with_first(spans=[VersionSpan(9, 0, 1)]), "published"),
     ],
-    ids=["another task", "one short", "one twice", "another prompt", "without a log-prob", "from the future"],
+    ids=[
+        "another task",
+        "one short",
+        "one twice",
+        "another prompt",
+        "without a log-prob",
+        "from the future",
+    ],
 )
 def test_other_questions_answers_and_unknown_versions_are_not_trained_on(alter, says):
     with pytest.raises(SourceError, match=says):
@@ -313,10 +362,17 @@ def test_other_questions_answers_and_unknown_versions_are_not_trained_on(alter, 
 
 def test_a_source_that_lags_behind_what_was_published_is_not_trained_on():
     def stale(group):
-        old = {"spans": [VersionSpan(0, 0, 1)], "tokens": [1], "trained": [True], "logprobs": [-1.0]}
+        old = {
+            "spans": [VersionSpan(0, 0, 1)],
+            "tokens": [1],
+            "trained": [True],
+            "logprobs": [-1.0],
+        }
         return [replace(sample, **old) for sample in group]
 
-    with pytest.raises(SourceError, match=r"task 3: its completions come from versions \[0\], published are 1 to 1"):
+    with pytest.raises(
+        SourceError, match=r"task 3: its completions come from versions \[0\], published are 1 to 1"
+    ):
         Trainer(Altered(stale), attempts=2).all(2)
 
 
@@ -346,7 +402,9 @@ def test_a_checkpoint_holds_all_groups_that_are_ready():
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("error", [ValueError, SourceError, lambda why: Rejected(why, 400)])
 @pytest.mark.parametrize("what", ["sample", "publish"])
-def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(error, what, max_staleness):
+def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(
+    error, what, max_staleness
+):
     async def refuse(*arguments):
         raise error("there is no such parameter")
 
@@ -360,7 +418,9 @@ def test_what_the_source_will_never_do_ends_the_run_at_once_with_its_words(error
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_groups_are_scored_as_they_finish(max_staleness):
-    """A score that waits for those of the other groups would wait forever if they came one by one."""
+    """A score that waits for those of the other groups would wait forever if they came one by
+    one.
+    """
     together = asyncio.Barrier(B)
 
     async def score(group):
@@ -391,7 +451,9 @@ def test_a_score_that_takes_long_is_named(caplog, monkeypatch):
 
     Trainer(Scripted(), score=score).all(1)
     said = {record.getMessage() for record in caplog.records}
-    assert said and all("the score of task 1 has not returned for 0 s, and its step waits" in each for each in said)
+    assert said and all(
+        "the score of task 1 has not returned for 0 s, and its step waits" in each for each in said
+    )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
@@ -403,7 +465,9 @@ def test_a_step_may_take_more_groups(max_staleness):
         for step in range(6):
             groups = trainer.scheduler.take(step=step) + trainer.scheduler.take(step % 3, step=step)
             tasks += [group[0].task for group in groups]
-            assert all(step - sample.oldest <= max_staleness for group in groups for sample in group)
+            assert all(
+                step - sample.oldest <= max_staleness for group in groups for sample in group
+            )
             assert len(trainer.scheduler.ends) == step + 1 and trainer.scheduler.tasks == len(tasks)
             trainer.version = step + 1
             trainer.scheduler.publish()
@@ -412,7 +476,9 @@ def test_a_step_may_take_more_groups(max_staleness):
 
 def test_a_step_trains_the_version_of_its_number():
     with Trainer(Scripted()).scheduler as scheduler:
-        with pytest.raises(ValueError, match="step 0 trains version 0, published is None; publish first"):
+        with pytest.raises(
+            ValueError, match="step 0 trains version 0, published is None; publish first"
+        ):
             scheduler.take(step=0)
         scheduler.publish()
         scheduler.take(step=0)
@@ -423,7 +489,9 @@ def test_a_step_trains_the_version_of_its_number():
 def test_weights_that_are_being_trained_are_not_drawn_from_meanwhile():
     source = Scripted()
     source.overlaps = False
-    with pytest.raises(ValueError, match=r"max_staleness 1 .* set max_staleness to 0, or use a DetachedSource or"):
+    with pytest.raises(
+        ValueError, match=r"max_staleness 1 .* set max_staleness to 0, or use a DetachedSource or"
+    ):
         Trainer(source, max_staleness=1)
     assert len(Trainer(source, max_staleness=0).all(2)) == 2 * B
 
@@ -436,7 +504,8 @@ def test_after_a_failure_the_same_groups_can_be_taken_again(max_staleness):
 
     async def refuse(request):
         attempts[request.task] += 1
-        if attempts[request.task] == 2:  # the last one; the second task's is under way when that of the first fails
+        # the last one; the second task's is under way when that of the first fails
+        if attempts[request.task] == 2:
             if request.task == 1:
                 under_way.set()
                 await asyncio.sleep(0.3)
@@ -505,7 +574,9 @@ def test_a_list_of_prompts_is_gone_through_again_and_again_and_permuted_by_the_s
     prompts = [[i + 1, 7] for i in range(4)]
 
     def taken(**options):
-        with RolloutScheduler(Scripted(), prompts, group_size=G, weights=lambda: [("v", 0)], **options) as scheduler:
+        with RolloutScheduler(
+            Scripted(), prompts, group_size=G, weights=lambda: [("v", 0)], **options
+        ) as scheduler:
             scheduler.publish()
             return [group[0].prompt[0] - 1 for group in scheduler.take(8)]
 
@@ -531,11 +602,17 @@ def test_text_needs_a_tokenizer():
 
 
 def test_rows_need_a_prompt():
-    with pytest.raises(ValueError, match="row 1 has no column 'prompt', only question, answer; rename one to it"):
-        RolloutScheduler(Scripted(), [{"prompt": [5, 7]}, {"question": "2+2=", "answer": "4"}], group_size=G)
+    with pytest.raises(
+        ValueError, match="row 1 has no column 'prompt', only question, answer; rename one to it"
+    ):
+        RolloutScheduler(
+            Scripted(), [{"prompt": [5, 7]}, {"question": "2+2=", "answer": "4"}], group_size=G
+        )
 
 
 @pytest.mark.parametrize(("prompts", "seed"), [([], 0), ([[5, 7]], -1)])
 def test_no_prompt_and_a_negative_seed_are_refused_at_once(prompts, seed):
-    with pytest.raises(ValueError, match=f"at least one prompt and a seed >= 0, got {len(prompts)} and {seed}"):
+    with pytest.raises(
+        ValueError, match=f"at least one prompt and a seed >= 0, got {len(prompts)} and {seed}"
+    ):
         RolloutScheduler(Scripted(), prompts, group_size=G, seed=seed)

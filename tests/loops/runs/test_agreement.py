@@ -8,7 +8,13 @@ import pytest
 import torch
 from burnish.loops.recipes.settings import GRPO, SFT
 from burnish.loops.runs import agreement
-from burnish.loops.runs.agreement import difference, file_digest, model_files, settings, weights_sample
+from burnish.loops.runs.agreement import (
+    difference,
+    file_digest,
+    model_files,
+    settings,
+    weights_sample,
+)
 from forked import run_forked
 from grids import slow
 from killed import build
@@ -25,7 +31,11 @@ DIFFERENT = {
     "eval_data": ("flag", "2", "has 2, rank 0 has None"),
     "model": ("flag", None, "model.safetensors: rank N has digest"),
     "torch": ("package", "version 2.0", "has version 2.0, rank 0 has version "),
-    "burnish": ("package", "version 0.1.0 with files abc", "has version 0.1.0 with files abc, rank 0 has version "),
+    "burnish": (
+        "package",
+        "version 0.1.0 with files abc",
+        "has version 0.1.0 with files abc, rank 0 has version ",
+    ),
 }
 
 
@@ -38,42 +48,67 @@ def flags(tmp_path_factory):
     for path in start.iterdir():
         if path.name != "model.safetensors":
             shutil.copy(path, other)  # the same architecture
-    fields = {"model": start, "data": write_rows(directory / "rows.jsonl", rows), "output": directory / "run"}
+    fields = {
+        "model": start,
+        "data": write_rows(directory / "rows.jsonl", rows),
+        "output": directory / "run",
+    }
     fields |= {"steps": 2, "batch_size": 4, "learning_rate": 0.01}
     return {name: str(value) for name, value in fields.items()}
 
 
 @pytest.mark.parametrize(("ranks", "shards"), [(2, 2), slow(2, 1), slow(3, 1)])
-def test_ten_things_that_differ_on_a_rank_are_named_by_all_and_nothing_is_trained(flags, ranks, shards):
+def test_ten_things_that_differ_on_a_rank_are_named_by_all_and_nothing_is_trained(
+    flags, ranks, shards
+):
     cases = {name: (kind, value) for name, (kind, value, _) in DIFFERENT.items()}
     cases["model"] = ("flag", flags["model"].replace("start", "other"))
-    outcomes = run_forked(ranks, "rank_differing", cases, {**flags, "parallel.dp_shard_size": str(shards)})
+    outcomes = run_forked(
+        ranks, "rank_differing", cases, {**flags, "parallel.dp_shard_size": str(shards)}
+    )
     for status, printed in outcomes:
         assert status == 0, printed[-3000:]
         for name, (_, _, said) in DIFFERENT.items():
-            (line,) = [line for line in printed.splitlines() if re.match(rf"burnish sft: {name}[: ]", line)]
-            assert said.replace("rank N", f"rank {ranks - 1}") in line and f"rank {ranks - 1} has" in line
+            (line,) = [
+                line for line in printed.splitlines() if re.match(rf"burnish sft: {name}[: ]", line)
+            ]
+            assert (
+                said.replace("rank N", f"rank {ranks - 1}") in line
+                and f"rank {ranks - 1} has" in line
+            )
             (ended,) = re.findall(rf"CASE {name}: status 1 in ([\d.]+) s, weights \[\]", printed)
             assert float(ended) < 5.0, f"{name} took {ended} s"
 
 
 def test_a_message_names_the_first_difference_and_its_ranks():
     first = {"seed": "0", "beta": "0.1"}
-    assert difference([first, first, {**first, "beta": "0.2"}]).startswith("beta: rank 2 has 0.2, rank 0 has 0.1; ")
+    assert difference([first, first, {**first, "beta": "0.2"}]).startswith(
+        "beta: rank 2 has 0.2, rank 0 has 0.1; "
+    )
     others = [{**first, "seed": "1"}] * 12
     said = difference([first, *others])
     assert said.startswith("seed: ranks 1, 2, 3, 4, 5, 6, 7, 8 and 4 more have 1, rank 0 has 0; ")
-    assert difference([first, {"seed": "0"}]).startswith("beta: rank 1 has nothing, rank 0 has 0.1; ")
+    assert difference([first, {"seed": "0"}]).startswith(
+        "beta: rank 1 has nothing, rank 0 has 0.1; "
+    )
 
 
 def test_paths_of_data_and_models_may_differ_and_their_content_may_not(tmp_path):
     one, two = (save_model(tmp_path / name) for name in ("one", "two"))
     same = [
-        settings(SFT(model=str(model), data=str(tmp_path / f"{model.name}.jsonl"), dataset_num_proc=processes))
+        settings(
+            SFT(
+                model=str(model),
+                data=str(tmp_path / f"{model.name}.jsonl"),
+                dataset_num_proc=processes,
+            )
+        )
         for model, processes in ((one, 1), (two, 8))
     ]
     assert same[0] == same[1]
-    (two / "config.json").write_text(json.dumps(json.loads((two / "config.json").read_text()) | {"rope_theta": 7.0}))
+    (two / "config.json").write_text(
+        json.dumps(json.loads((two / "config.json").read_text()) | {"rope_theta": 7.0})
+    )
     other = settings(SFT(model=str(two), data=""))
     assert [name for name in other if other[name] != same[0][name]] == ["model: config.json"]
 
@@ -89,13 +124,20 @@ def test_paths_of_data_and_models_may_differ_and_their_content_may_not(tmp_path)
     ],
 )
 def test_what_ranks_compute_or_wait_for_may_not_differ(change, name, tmp_path):
-    fields = {"model": "", "data": "prompts.jsonl", "rewards": {"exact_match": 1.0}, "loss_kwargs": {"clip_high": 0.2}}
+    fields = {
+        "model": "",
+        "data": "prompts.jsonl",
+        "rewards": {"exact_match": 1.0},
+        "loss_kwargs": {"clip_high": 0.2},
+    }
     usual, other = settings(build(GRPO, fields)), settings(build(GRPO, {**fields, **change}))
     assert [key for key in {**usual, **other} if usual.get(key) != other.get(key)] == [name]
 
 
 def test_streamed_data_are_compared_by_what_names_them():
-    one, two = (settings(SFT(model="", data=f"{n}.jsonl", streaming=True, steps=2)) for n in ("one", "two"))
+    one, two = (
+        settings(SFT(model="", data=f"{n}.jsonl", streaming=True, steps=2)) for n in ("one", "two")
+    )
     assert [name for name in one if one[name] != two[name]] == ["data"]
 
 
@@ -131,16 +173,31 @@ def test_weights_in_memory_that_differ_have_other_digests():
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory):
-    """``resumed(seen)`` is the directory of a run on two ranks; in its second half one of them sees this."""
+    """``resumed(seen)`` is the directory of a run on two ranks; in its second half one of them sees
+    this.
+    """
     directory = tmp_path_factory.mktemp("stale")
     data = write_rows(directory / "pairs.jsonl", sums(16))
-    fields = {"model": str(save_model(directory / "start")), "data": str(data), "eval_data": 4, "batch_size": 4}
-    fields |= {"steps": 2, "eval_every": 1, "keep": 1, "keep_best": "eval/loss", "reference": "precompute"}
+    fields = {
+        "model": str(save_model(directory / "start")),
+        "data": str(data),
+        "eval_data": 4,
+        "batch_size": 4,
+    }
+    fields |= {
+        "steps": 2,
+        "eval_every": 1,
+        "keep": 1,
+        "keep_best": "eval/loss",
+        "reference": "precompute",
+    }
     fields |= {"learning_rate": 1e-3, "schedule": "constant", "hang_seconds": 20.0}
 
     def run(seen):
         output = directory / str(seen)
-        outcomes = run_forked(2, "rank_stale", {**fields, "output": str(output)}, {"steps": 5}, seen)
+        outcomes = run_forked(
+            2, "rank_stale", {**fields, "output": str(output)}, {"steps": 5}, seen
+        )
         for status, printed in outcomes:
             assert status == 0, printed[-3000:]
         return output
@@ -162,5 +219,7 @@ def saved(run):
 @pytest.mark.parametrize("seen", ["better", "no files", slow("nothing"), slow("worse")])
 def test_a_rank_that_sees_an_older_disk_decides_nothing(resumed, undisturbed, seen):
     weights, steps = saved(undisturbed)
-    assert steps == ["step-00000004", "step-00000005"], "one of its evaluations is the best, and saves"
+    assert steps == ["step-00000004", "step-00000005"], (
+        "one of its evaluations is the best, and saves"
+    )
     assert saved(resumed(seen)) == (weights, steps)

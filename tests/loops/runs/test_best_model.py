@@ -1,4 +1,6 @@
-"""With load_best_model_at_end, a run ends with the weights of its best step, whatever its layout."""
+"""With load_best_model_at_end, a run ends with the weights of its best step, whatever its
+layout.
+"""
 
 import json
 from pathlib import Path
@@ -16,7 +18,12 @@ from shared import made_once
 from tiny import save_model, sums, write_rows
 
 # The loss falls from the first step on, so the first of the later ones has the highest.
-FIRST = {"eval_data": 4, "eval_every": 1, "keep_best": "max:eval/loss", "load_best_model_at_end": True}
+FIRST = {
+    "eval_data": 4,
+    "eval_every": 1,
+    "keep_best": "max:eval/loss",
+    "load_best_model_at_end": True,
+}
 
 
 @pytest.fixture
@@ -24,7 +31,13 @@ def settings(tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(12)]
     data = write_rows(tmp_path / "messages.jsonl", rows)
     model = save_model(tmp_path / "start")
-    fields = {"model": str(model), "data": str(data), "eval_data": 4, "batch_size": 2, "learning_rate": 1e-2}
+    fields = {
+        "model": str(model),
+        "data": str(data),
+        "eval_data": 4,
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+    }
     return {**fields, "steps": 3, "schedule": "constant"}
 
 
@@ -72,7 +85,10 @@ def test_two_ranks_end_with_the_best_step_as_well(tmp_path, tmp_path_factory, sh
     train(start, shards, whole)
     steps = {name: best_step(tmp_path / name / "whole") for name in names}
     assert all(step < 3 for step in steps.values())
-    short = [(name, str(tmp_path / name / "short"), {"steps": steps[name], "eval_data": 4}) for name in names]
+    short = [
+        (name, str(tmp_path / name / "short"), {"steps": steps[name], "eval_data": 4})
+        for name in names
+    ]
     train(start, shards, short)
     for name in names:
         assert same(weights(tmp_path / name / "whole"), weights(tmp_path / name / "short")), name
@@ -89,7 +105,9 @@ def best_step(run):
     return max(lines[1:], key=lambda line: line["eval/loss"])["step"]
 
 
-def test_a_damaged_best_checkpoint_ends_the_run_and_the_last_model_can_be_had(settings, tmp_path, monkeypatch):
+def test_a_damaged_best_checkpoint_ends_the_run_and_the_last_model_can_be_had(
+    settings, tmp_path, monkeypatch
+):
     fields = {**settings, **FIRST, "output": str(tmp_path / "run")}
     wait = checkpoint.Saver.wait
 
@@ -100,7 +118,10 @@ def test_a_damaged_best_checkpoint_ends_the_run_and_the_last_model_can_be_had(se
 
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.Saver, "wait", damage)
-        with pytest.raises(CheckpointError, match=r"step 1 is damaged: shard-0.*--load_best_model_at_end false writes"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 1 is damaged: shard-0.*--load_best_model_at_end false writes",
+        ):
             open_sft(SFT(**fields)).train()
     assert not (tmp_path / "run/model").exists()
     open_sft(SFT(**{**fields, "resume": True, "load_best_model_at_end": False})).train()
@@ -108,5 +129,8 @@ def test_a_damaged_best_checkpoint_ends_the_run_and_the_last_model_can_be_had(se
 
 
 def test_an_end_with_the_best_wants_a_metric(settings):
-    with pytest.raises(ValueError, match="load_best_model_at_end: wanted a metric to be the best by; give keep_best"):
+    with pytest.raises(
+        ValueError,
+        match="load_best_model_at_end: wanted a metric to be the best by; give keep_best",
+    ):
         SFT(**settings, load_best_model_at_end=True).refuse_contradictions()

@@ -1,4 +1,6 @@
-"""The model card beside a trained model: a header that the Hub reads, and what the run knows of itself."""
+"""The model card beside a trained model: a header that the Hub reads, and what the run knows of
+itself.
+"""
 
 import json
 
@@ -15,12 +17,24 @@ from worlds import chains, demonstrations, feedback
 PAIRS = sums(8)
 TEXTS = demonstrations([{"prompt": pair["prompt"][0]["content"], "chosen": "7"} for pair in PAIRS])
 PROMPTS = [{"prompt": pair["prompt"], "answer": "7"} for pair in PAIRS]
-ONLINE = {"rewards": {"exact_match": 1.0}, "prompts_per_rollout": 2, "group_size": 2, "max_tokens": 4, "show_every": 0}
+ONLINE = {
+    "rewards": {"exact_match": 1.0},
+    "prompts_per_rollout": 2,
+    "group_size": 2,
+    "max_tokens": 4,
+    "show_every": 0,
+}
 OFFLINE = {"batch_size": 2}
-# Of each recipe: rows, settings, what the Hub shows the model for, and papers that its losses are of.
+# Of each recipe: rows, settings, what the Hub shows the model for, and papers that its losses are
+# of.
 RECIPES = {
     "sft": (TEXTS, {**OFFLINE, "lora": {"r": 2}}, "text-generation", []),
-    "dpo": (PAIRS, {**OFFLINE, "loss": {"dpo": 1.0, "nll": 0.2}}, "text-generation", ["arXiv:2305.18290"]),
+    "dpo": (
+        PAIRS,
+        {**OFFLINE, "loss": {"dpo": 1.0, "nll": 0.2}},
+        "text-generation",
+        ["arXiv:2305.18290"],
+    ),
     "cpo": (PAIRS, OFFLINE, "text-generation", ["arXiv:2401.08417"]),
     "orpo": (PAIRS, OFFLINE, "text-generation", ["arXiv:2403.07691"]),
     "kto": (feedback(PAIRS, seed=0), OFFLINE, "text-generation", ["arXiv:2402.01306"]),
@@ -45,7 +59,10 @@ def start(tmp_path_factory):
 
 
 def flags(values):
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in values.items()
+    }
     return [word for name, text in texts.items() for word in (f"--{name}", text)]
 
 
@@ -71,8 +88,16 @@ def test_the_card_of_each_recipe_has_a_header_that_the_hub_reads(recipe, start, 
     _, _, task, papers = RECIPES[recipe]
     read = ModelCardData(**yaml.safe_load(card.data.to_yaml()))
     assert read.to_dict() == card.data.to_dict()
-    assert (read.base_model, read.base_model_relation, read.license) == ("org/base-1b", "finetune", "apache-2.0")
-    assert (read.library_name, read.pipeline_tag, read.tags) == ("transformers", task, ["burnish", recipe])
+    assert (read.base_model, read.base_model_relation, read.license) == (
+        "org/base-1b",
+        "finetune",
+        "apache-2.0",
+    )
+    assert (read.library_name, read.pipeline_tag, read.tags) == (
+        "transformers",
+        task,
+        ["burnish", recipe],
+    )
     for heading in ("Data", "Losses", "How it was made"):
         assert card.text.count(f"## {heading}\n") == 1
     assert all(paper in card.text for paper in papers)
@@ -88,7 +113,10 @@ def test_a_card_has_the_account_losses_measures_and_curves(start, tmp_path, monk
     part = entry["data"][0]
     row = f"| training | rows.jsonl | 6 | 6 | {part['tokens']} | {part['trained_tokens']} |  | {part['sha256'][:16]} |"
     assert row in text and "| held out | rows.jsonl | 2 | 2 |" in text
-    assert "- `dpo`, coefficient 1 (beta=0.3, label_smoothing=0.0): Direct preference optimization" in text
+    assert (
+        "- `dpo`, coefficient 1 (beta=0.3, label_smoothing=0.0): Direct preference optimization"
+        in text
+    )
     assert "- `nll`, coefficient 0.2" in text and "entropy`, coefficient" not in text
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert f"| eval/loss | {lines[0]['eval/loss']:.4g} | {lines[-1]['eval/loss']:.4g} |" in text
@@ -98,14 +126,22 @@ def test_a_card_has_the_account_losses_measures_and_curves(start, tmp_path, monk
 
 
 def test_the_card_of_the_best_step_has_the_measures_of_that_step(start, tmp_path):
-    best = {"keep_best": "max:eval/loss", "load_best_model_at_end": True, "eval_every": 1, "learning_rate": 1e-2}
+    best = {
+        "keep_best": "max:eval/loss",
+        "load_best_model_at_end": True,
+        "eval_every": 1,
+        "learning_rate": 1e-2,
+    }
     run = trained("dpo", start, tmp_path, eval_data=0.25, **best)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, *others = (line["eval/loss"] for line in lines)
     step = 1 + others.index(max(others))
     text = card_of(run / "model").text
     assert f"of burnish in {step} steps." in text
-    assert f"| metric | step 0 | step {step} |" in text and f"| {first:.4g} | {max(others):.4g} |" in text
+    assert (
+        f"| metric | step 0 | step {step} |" in text
+        and f"| {first:.4g} | {max(others):.4g} |" in text
+    )
 
 
 def test_an_adapter_has_a_card_of_its_own(start, tmp_path):
@@ -123,7 +159,9 @@ def test_the_card_of_streamed_data_counts_the_rows_that_were_read(start, tmp_pat
 
 
 def test_rows_left_out_are_counted_on_the_card(start, tmp_path):
-    data = write_rows(tmp_path / "rows.jsonl", [*PAIRS, {**PAIRS[0], "rejected": PAIRS[0]["chosen"]}])
+    data = write_rows(
+        tmp_path / "rows.jsonl", [*PAIRS, {**PAIRS[0], "rejected": PAIRS[0]["chosen"]}]
+    )
     settings = {"model": str(start), "data": str(data), "output": str(tmp_path / "run"), "steps": 1}
     open_dpo(DPO(**settings, on_bad_row="skip")).train()
     assert "Left out of rows.jsonl (training): 1 " in card_of(tmp_path / "run/model").text
@@ -180,7 +218,10 @@ def test_the_paper_of_a_loss_is_the_paragraph_that_names_it():
         ("burnish dpo --output /home/me/run --beta 0.1", "burnish dpo --output run --beta 0.1"),
         ("data='/data/a/b.jsonl', path=~/x/y", "data='b.jsonl', path=y"),
         ("{path: /srv/a.jsonl}", "{path: a.jsonl}"),
-        ("https://host/a/b org/name runs/one ../two/three", "https://host/a/b org/name runs/one ../two/three"),
+        (
+            "https://host/a/b org/name runs/one ../two/three",
+            "https://host/a/b org/name runs/one ../two/three",
+        ),
     ],
 )
 def test_directories_of_the_machine_are_left_out(text, shown):

@@ -1,4 +1,6 @@
-"""Checkpoints: whole or not there. (That a resumed run is the unbroken run is shown in test_resume.)"""
+"""Checkpoints: whole or not there. (That a resumed run is the unbroken run is shown in
+test_resume.)
+"""
 
 import errno
 import hashlib
@@ -75,21 +77,30 @@ def test_only_the_newest_are_kept(tmp_path, parts):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
 
 
-def test_a_link_is_removed_as_a_directory_is_and_what_someone_keeps_is_not(tmp_path, parts, monkeypatch, caplog):
+def test_a_link_is_removed_as_a_directory_is_and_what_someone_keeps_is_not(
+    tmp_path, parts, monkeypatch, caplog
+):
     """One that can't be removed is named, and costs no run the checkpoint that is there."""
     for step in (1, 2):
         checkpoint.save(tmp_path, step, **parts)
-    kept = [(tmp_path / "step-00000002").rename(tmp_path.parent / "elsewhere"), tmp_path / "step-00000009.tar"]
+    kept = [
+        (tmp_path / "step-00000002").rename(tmp_path.parent / "elsewhere"),
+        tmp_path / "step-00000009.tar",
+    ]
     (tmp_path / "step-00000002").symlink_to(kept[0])
     kept[1].write_bytes(b"")
     for step in (3, 4):
         checkpoint.save(tmp_path, step, **parts)
     assert all(path.exists() for path in kept)
     assert checkpoint.load_newest(tmp_path, **parts) == 4
-    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy")))
+    monkeypatch.setattr(
+        shutil, "rmtree", Mock(side_effect=OSError(errno.EBUSY, "Device or resource busy"))
+    )
     checkpoint.save(tmp_path, 5, **parts)
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warnings == [f"{tmp_path}/step-00000003 could not be removed: [Errno 16] Device or resource busy"]
+    assert warnings == [
+        f"{tmp_path}/step-00000003 could not be removed: [Errno 16] Device or resource busy"
+    ]
     names = ["step-00000003", "step-00000004", "step-00000005", "step-00000009.tar"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
 
@@ -105,8 +116,12 @@ def test_a_damaged_one_does_not_take_the_place_of_one_that_is_kept(tmp_path, par
     assert checkpoint.load_newest(tmp_path, **parts) == 3 and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize(("file", "content"), [("manifest.json", b'["state.pt"]'), ("random-0.pt", b"half")])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts, caplog, file, content):
+@pytest.mark.parametrize(
+    ("file", "content"), [("manifest.json", b'["state.pt"]'), ("random-0.pt", b"half")]
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
+    tmp_path, parts, caplog, file, content
+):
     """Each file is damaged in every way in test_faults."""
     checkpoint.save(tmp_path, 1, **parts)
     (checkpoint.save(tmp_path, 2, **parts) / file).write_bytes(content)
@@ -115,7 +130,9 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, parts,
 
 
 @pytest.mark.parametrize(("number", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_file_system_that_can_not_sync_directories_is_used_as_it_is(number, fails, tmp_path, parts, monkeypatch):
+def test_a_file_system_that_can_not_sync_directories_is_used_as_it_is(
+    number, fails, tmp_path, parts, monkeypatch
+):
     usual = os.fsync
 
     def fsync(descriptor):
@@ -134,7 +151,9 @@ def test_nothing_but_an_empty_manifest_is_no_checkpoint(tmp_path, parts, caplog)
     (tmp_path / "step-00000002").mkdir()
     (tmp_path / "step-00000002/manifest.json").write_text("{}")
     assert checkpoint.load_newest(tmp_path, **parts) == 1
-    assert "step-00000002 is damaged and passed over: manifest.json names no state.pt" in caplog.text
+    assert (
+        "step-00000002 is damaged and passed over: manifest.json names no state.pt" in caplog.text
+    )
 
 
 def rewritten(path, change):
@@ -150,9 +169,18 @@ def rewritten(path, change):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda state: state | {"format": 99}, r"it has format 99, of another version .* reads format 1; install that"),
-        (lambda state: {k: v for k, v in state.items() if k != "step"}, "no state of this run, it has no step"),
-        (lambda state: {k: v for k, v in state.items() if k != "data"}, "no state of this run, it has no data"),
+        (
+            lambda state: state | {"format": 99},
+            r"it has format 99, of another version .* reads format 1; install that",
+        ),
+        (
+            lambda state: {k: v for k, v in state.items() if k != "step"},
+            "no state of this run, it has no step",
+        ),
+        (
+            lambda state: {k: v for k, v in state.items() if k != "data"},
+            "no state of this run, it has no data",
+        ),
         (lambda state: {k: v for k, v in state.items() if k != "optimizer"}, "it has no optimizer"),
         (list, "state.pt is no state of a run but a list"),
     ],
@@ -172,7 +200,10 @@ def test_a_state_that_is_no_file_of_torch_is_told_in_a_line(tmp_path, parts, mon
 
 
 def test_a_state_of_the_first_versions_had_no_format(tmp_path, parts):
-    rewritten(checkpoint.save(tmp_path, 1, **parts), lambda state: {k: v for k, v in state.items() if k != "format"})
+    rewritten(
+        checkpoint.save(tmp_path, 1, **parts),
+        lambda state: {k: v for k, v in state.items() if k != "format"},
+    )
     assert checkpoint.load_newest(tmp_path, **parts) == 1
 
 
@@ -187,8 +218,20 @@ def test_what_was_half_written_is_no_checkpoint(tmp_path, parts):
         (os, "fsync", errno.ENOSPC, r": the disk is full \(\d+ MiB free\)", "make room and "),
         (os, "fsync", errno.EDQUOT, r": the disk is full \(\d+ MiB free\)", "make room and "),
         (os, "fsync", errno.EIO, "", ""),
-        (os, "fsync", errno.EFBIG, ": the file would be larger than this process may write", "raise that limit.* and "),
-        (Path, "open", errno.EROFS, ": the file system is read-only, .*", "have it mounted for writing and "),
+        (
+            os,
+            "fsync",
+            errno.EFBIG,
+            ": the file would be larger than this process may write",
+            "raise that limit.* and ",
+        ),
+        (
+            Path,
+            "open",
+            errno.EROFS,
+            ": the file system is read-only, .*",
+            "have it mounted for writing and ",
+        ),
         (Path, "open", errno.EPERM, ": this user may not write it", "give the right to .* and "),
         (Path, "open", errno.EACCES, ": this user may not write it", "give the right to .* and "),
     ],
@@ -218,9 +261,18 @@ def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
     ("error", "cause"),
     [
         (SafetensorError("I/O error: No space left on device (os error 28)"), "the disk is full"),
-        (RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"), "the disk is full"),
-        (SafetensorError("I/O error: File too large (os error 27)"), "the file would be larger than"),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:534] writev [127.0.0.1]:38: Broken pipe"), "another rank ended"),
+        (
+            RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+            "the disk is full",
+        ),
+        (
+            SafetensorError("I/O error: File too large (os error 27)"),
+            "the file would be larger than",
+        ),
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:534] writev [127.0.0.1]:38: Broken pipe"),
+            "another rank ended",
+        ),
         (
             FileNotFoundError(errno.ENOENT, "No such file"),
             "it was removed, or is on no file system that all ranks share",
@@ -229,7 +281,9 @@ def test_what_could_not_be_written_is_said_and_the_last_checkpoint_stays(
 )
 def test_a_full_disk_a_lost_rank_and_a_disk_of_one_rank_are_told_apart(tmp_path, error, cause):
     with (
-        pytest.raises(checkpoint.CheckpointError, match=f": {cause}.*There is no earlier checkpoint: ") as failed,
+        pytest.raises(
+            checkpoint.CheckpointError, match=f": {cause}.*There is no earlier checkpoint: "
+        ) as failed,
         checkpoint.writing("the model", tmp_path / "checkpoints"),
     ):
         raise error
@@ -249,7 +303,9 @@ def test_a_keyboard_interrupt_while_it_is_written_is_one(tmp_path, parts, monkey
 def test_parameters_of_another_model_are_refused(tmp_path, parts):
     checkpoint.save(tmp_path, 1, **parts)
     parts["policy"] = torch.nn.Linear(3, 2, bias=False)
-    with pytest.raises(checkpoint.CheckpointError, match=r"holds 'bias' as \(2,\), this model trains it as nothing"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"holds 'bias' as \(2,\), this model trains it as nothing"
+    ):
         checkpoint.load_newest(tmp_path, **parts)
 
 
@@ -257,7 +313,8 @@ def test_parameters_of_another_shape_are_refused(tmp_path, parts):
     checkpoint.save(tmp_path, 1, **parts)
     parts["policy"] = torch.nn.Linear(4, 2)
     with pytest.raises(
-        checkpoint.CheckpointError, match=r"holds 'weight' as \(2, 3\), this model trains it as \(2, 4\)"
+        checkpoint.CheckpointError,
+        match=r"holds 'weight' as \(2, 3\), this model trains it as \(2, 4\)",
     ):
         checkpoint.load_newest(tmp_path, **parts)
 
@@ -270,7 +327,9 @@ def test_frozen_weights_are_not_saved_again(tmp_path, parts):
 
 
 def test_tied_weights_are_saved_once(tmp_path, parts):
-    policy = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    policy = torch.nn.Sequential(
+        torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+    )
     policy[1].weight = policy[0].weight
     parts["policy"], parts["parts"] = policy, {}
     shard = load_file(checkpoint.save(tmp_path, 1, **parts) / "shard-0.safetensors")
@@ -385,7 +444,9 @@ def gate(monkeypatch):
 
 
 def test_training_goes_on_while_the_state_as_it_was_is_written(tmp_path, parts, saver, gate):
-    before = {name: tensor.clone() for name, tensor in capture(parts["policy"], parts["parts"])[0].items()}
+    before = {
+        name: tensor.clone() for name, tensor in capture(parts["policy"], parts["parts"])[0].items()
+    }
     following = torch.get_rng_state()
     saver.save(tmp_path, 1, **parts)
     parts["policy"](torch.ones(1, 3)).sum().backward()
@@ -396,7 +457,9 @@ def test_training_goes_on_while_the_state_as_it_was_is_written(tmp_path, parts, 
     saver.wait()
     assert checkpoint.load_newest(tmp_path, **parts) == 1
     after, _ = capture(parts["policy"], parts["parts"])
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     assert torch.equal(torch.get_rng_state(), following)
 
 
@@ -409,7 +472,9 @@ def test_no_two_checkpoints_are_written_at_once(tmp_path, parts, saver, gate):
     assert (tmp_path / "step-00000002").exists()
 
 
-def test_what_could_not_be_written_in_the_background_is_said_by_the_next_call(tmp_path, parts, saver, monkeypatch):
+def test_what_could_not_be_written_in_the_background_is_said_by_the_next_call(
+    tmp_path, parts, saver, monkeypatch
+):
     saver.save(tmp_path, 1, **parts)
     saver.wait()
 
@@ -420,6 +485,9 @@ def test_what_could_not_be_written_in_the_background_is_said_by_the_next_call(tm
     saver.save(tmp_path, 2, **parts)
     while not saver.failed:
         time.sleep(0.01)
-    with pytest.raises(checkpoint.CheckpointError, match=r"step 2 could.*disk is full .*step-00000001 is intact: make"):
+    with pytest.raises(
+        checkpoint.CheckpointError,
+        match=r"step 2 could.*disk is full .*step-00000001 is intact: make",
+    ):
         saver.save(tmp_path, 3, **parts)
     assert not saver.failed and [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,4 +1,6 @@
-"""Files of a run that are no checkpoints, damaged at random: it goes on to the same bits, with one warning at most."""
+"""Files of a run that are no checkpoints, damaged at random: it goes on to the same bits, with one
+warning at most.
+"""
 
 import os
 import random
@@ -62,16 +64,26 @@ def damage(path, rng):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By recipe: ``resume(directory)``, a run after two of four steps, its files, and the weights at its end."""
+    """By recipe: ``resume(directory)``, a run after two of four steps, its files, and the weights
+    at its end.
+    """
     runs = {}
     for recipe, files in (("dpo", DPO_FILES), ("grpo", GRPO_FILES)):
         folder = tmp_path_factory.mktemp(recipe)
         if recipe == "grpo":
-            opener, kind, fields = open_grpo, GRPO, prepare(folder) | {"prompts_per_rollout": 2, "group_size": 2}
+            opener, kind, fields = (
+                open_grpo,
+                GRPO,
+                prepare(folder) | {"prompts_per_rollout": 2, "group_size": 2},
+            )
         else:
             opener, kind = open_dpo, DPO
             data = write_rows(folder / "pairs.jsonl", sums(8))
-            fields = {"model": str(save_model(folder / "start")), "data": str(data), "batch_size": 2}
+            fields = {
+                "model": str(save_model(folder / "start")),
+                "data": str(data),
+                "batch_size": 2,
+            }
             fields |= {"reference": "precompute", "learning_rate": 1e-3}
         fields |= {"steps": 4, "save_every": 1}
         whole = folder / "whole"

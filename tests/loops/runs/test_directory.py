@@ -26,7 +26,13 @@ def settings(tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
     data = write_rows(tmp_path / "messages.jsonl", rows)
     model = save_model(tmp_path / "start")
-    return {"model": str(model), "data": str(data), "output": str(tmp_path / "run"), "batch_size": 2, "save_every": 1}
+    return {
+        "model": str(model),
+        "data": str(data),
+        "output": str(tmp_path / "run"),
+        "batch_size": 2,
+        "save_every": 1,
+    }
 
 
 def stopped_at(step, settings, monkeypatch):
@@ -52,7 +58,9 @@ def test_a_run_goes_on_with_its_own_data_only(settings, tmp_path, monkeypatch, c
     edited = lines[0].replace(json.loads(lines[0])["messages"][0]["content"], "9+9=", 1)
     changed = {"append": [*lines, lines[0]], "edit": [edited, *lines[1:]], "cut": lines[:1]}[change]
     path.write_text("".join(line + "\n" for line in changed))
-    with pytest.raises(checkpoint.CheckpointError, match="the data is not what step-00000002 was trained on"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match="the data is not what step-00000002 was trained on"
+    ):
         open_sft(SFT(**settings, resume=True)).train()
 
 
@@ -64,12 +72,18 @@ def test_a_run_and_its_data_may_be_moved(settings, tmp_path, monkeypatch):
     moved = {"data": tmp_path / "elsewhere/messages.jsonl", "output": tmp_path / "elsewhere/run"}
     (tmp_path / "messages.jsonl").rename(moved["data"])
     (tmp_path / "run").rename(moved["output"])
-    open_sft(SFT(**{**settings, **{name: str(path) for name, path in moved.items()}}, resume=True)).train()
-    expected, weights = (load_file(run / "model/model.safetensors") for run in (tmp_path / "whole", moved["output"]))
+    open_sft(
+        SFT(**{**settings, **{name: str(path) for name, path in moved.items()}}, resume=True)
+    ).train()
+    expected, weights = (
+        load_file(run / "model/model.safetensors") for run in (tmp_path / "whole", moved["output"])
+    )
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-def test_the_model_is_on_the_disk_before_it_counts_as_written(settings, tmp_path, monkeypatch, capsys):
+def test_the_model_is_on_the_disk_before_it_counts_as_written(
+    settings, tmp_path, monkeypatch, capsys
+):
     usual, synced, printed = os.fsync, {}, []
 
     def fsync(descriptor):
@@ -82,38 +96,66 @@ def test_the_model_is_on_the_disk_before_it_counts_as_written(settings, tmp_path
     monkeypatch.setattr(os, "fsync", fsync)
     open_sft(SFT(**settings, steps=1, lora=Lora(r=2))).train()
     run = tmp_path / "run"
-    results = [path for name in ("model", "adapter") for path in (run / name, *(run / name).rglob("*"))]
-    assert {"model.safetensors", "adapter_model.safetensors", "tokenizer.json"} < {path.name for path in results}
+    results = [
+        path for name in ("model", "adapter") for path in (run / name, *(run / name).rglob("*"))
+    ]
+    assert {"model.safetensors", "adapter_model.safetensors", "tokenizer.json"} < {
+        path.name for path in results
+    }
     assert all(synced[path] == path.stat().st_size for path in results)
     assert run in synced
 
 
-def test_a_run_that_needs_less_memory_goes_on_with_what_was_held_out_elsewhere(settings, tmp_path, monkeypatch):
+def test_a_run_that_needs_less_memory_goes_on_with_what_was_held_out_elsewhere(
+    settings, tmp_path, monkeypatch
+):
     settings |= {"dtype": "float64", "learning_rate": 1e-2, "eval_data": settings["data"]}
     whole = {**settings, "output": str(tmp_path / "whole")}
     open_sft(SFT(**whole)).train()
     stopped_at(2, settings, monkeypatch)
-    changed = {"micro_tokens": 10, "gradient_checkpointing": True, "keep_bytes": 0, "backend": "torch"}
-    changed |= {"layout": "padded", "attention": "sdpa", "eval_data": str(tmp_path / "held_out.jsonl")}
+    changed = {
+        "micro_tokens": 10,
+        "gradient_checkpointing": True,
+        "keep_bytes": 0,
+        "backend": "torch",
+    }
+    changed |= {
+        "layout": "padded",
+        "attention": "sdpa",
+        "eval_data": str(tmp_path / "held_out.jsonl"),
+    }
     (tmp_path / "held_out.jsonl").write_bytes(Path(settings["data"]).read_bytes())
-    with pytest.raises(ValueError, match=r"was run with model=.*, now it is 'start'; if it is the same one elsewhere,"):
+    with pytest.raises(
+        ValueError,
+        match=r"was run with model=.*, now it is 'start'; if it is the same one elsewhere,",
+    ):
         open_sft(SFT(**{**settings, "model": "start"}, resume=True)).train()
     open_sft(SFT(**{**settings, **changed}, resume=True)).train()
-    expected, weights = (load_file(tmp_path / run / "model/model.safetensors") for run in ("whole", "run"))
-    assert all(torch.allclose(weight, expected[name], atol=1e-9) for name, weight in weights.items())
+    expected, weights = (
+        load_file(tmp_path / run / "model/model.safetensors") for run in ("whole", "run")
+    )
+    assert all(
+        torch.allclose(weight, expected[name], atol=1e-9) for name, weight in weights.items()
+    )
 
 
-def test_a_run_stays_in_its_directory_when_the_process_moves_to_another(settings, tmp_path, monkeypatch):
+def test_a_run_stays_in_its_directory_when_the_process_moves_to_another(
+    settings, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for _ in open_sft(SFT(**{**settings, "output": "run"})):
         monkeypatch.chdir(tmp_path.parent)
-    assert (tmp_path / "run/model/model.safetensors").exists() and not (tmp_path.parent / "run").exists()
+    assert (tmp_path / "run/model/model.safetensors").exists() and not (
+        tmp_path.parent / "run"
+    ).exists()
 
 
 def test_checkpoints_without_a_configuration_are_a_run(settings, tmp_path, monkeypatch):
     stopped_at(2, settings, monkeypatch)
     (tmp_path / "run/config.yaml").unlink()
-    with pytest.raises(ValueError, match=r"output: .*run already holds a run; continue it \(--resume true\)"):
+    with pytest.raises(
+        ValueError, match=r"output: .*run already holds a run; continue it \(--resume true\)"
+    ):
         open_sft(SFT(**settings)).train()
     open_sft(SFT(**settings, resume=True)).train()
     assert (tmp_path / "run/config.yaml").exists()
@@ -154,7 +196,9 @@ def test_a_directory_has_one_writer(settings, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
-def test_a_file_system_without_locks_gets_a_file_with_a_heartbeat(number, settings, tmp_path, monkeypatch):
+def test_a_file_system_without_locks_gets_a_file_with_a_heartbeat(
+    number, settings, tmp_path, monkeypatch
+):
     usual = fcntl.flock
 
     def flock(file, operation):
@@ -167,7 +211,10 @@ def test_a_file_system_without_locks_gets_a_file_with_a_heartbeat(number, settin
     monkeypatch.setattr(lock, "BEAT", 0.05)
     (tmp_path / "run").mkdir()
     with lock.heartbeat(tmp_path / "run"):
-        with pytest.raises(ValueError, match=f"output: process {os.getpid()} on .* trains in .*wait for it, or name"):
+        with pytest.raises(
+            ValueError,
+            match=f"output: process {os.getpid()} on .* trains in .*wait for it, or name",
+        ):
             open_sft(SFT(**settings)).train()
         assert not list(tmp_path.glob("run/checkpoints"))
     open_sft(SFT(**settings)).train()
@@ -188,11 +235,17 @@ def test_of_two_runs_that_begin_at_once_one_is_refused(settings, monkeypatch):
     assert len(other) == 1
 
 
-def test_settings_that_came_later_have_their_defaults_in_an_older_run(settings, tmp_path, monkeypatch):
+def test_settings_that_came_later_have_their_defaults_in_an_older_run(
+    settings, tmp_path, monkeypatch
+):
     stopped_at(2, settings, monkeypatch)
     path = tmp_path / "run/config.yaml"
     written = yaml.safe_load(path.read_text())
-    for group, name in ((written, "max_grad_norm"), (written["lora"], "alpha"), (written, "report_to")):
+    for group, name in (
+        (written, "max_grad_norm"),
+        (written["lora"], "alpha"),
+        (written, "report_to"),
+    ):
         del group[name]
     path.write_text(yaml.safe_dump(written))
     (tmp_path / "run/.config.yaml").unlink()
@@ -203,11 +256,15 @@ def test_settings_that_came_later_have_their_defaults_in_an_older_run(settings, 
 
 
 @pytest.mark.parametrize("content", ["", "steps: [1, 2\n"])
-def test_a_damaged_configuration_without_its_spare_one_is_told_in_a_line(content, settings, tmp_path, monkeypatch):
+def test_a_damaged_configuration_without_its_spare_one_is_told_in_a_line(
+    content, settings, tmp_path, monkeypatch
+):
     stopped_at(2, settings, monkeypatch)
     (tmp_path / "run/config.yaml").write_text(content)
     (tmp_path / "run/.config.yaml").unlink()
-    with pytest.raises(ValueError, match=r"resume: .*config\.yaml is damaged; write the run's settings into it"):
+    with pytest.raises(
+        ValueError, match=r"resume: .*config\.yaml is damaged; write the run's settings into it"
+    ):
         open_sft(SFT(**settings, resume=True)).train()
 
 
@@ -226,35 +283,57 @@ def warnings_of(caplog, word):
         lambda content: b"",
     ],
 )
-def test_a_damaged_configuration_is_not_blamed_on_the_settings(damage, settings, tmp_path, monkeypatch, caplog):
+def test_a_damaged_configuration_is_not_blamed_on_the_settings(
+    damage, settings, tmp_path, monkeypatch, caplog
+):
     stopped_at(2, settings, monkeypatch)
     path = tmp_path / "run/config.yaml"
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
     assert path.read_bytes() != whole
     open_sft(SFT(**settings, resume=True)).train()
-    assert len(warnings_of(caplog, "config.yaml was damaged or edited; the settings that the run began with")) == 1
+    assert (
+        len(
+            warnings_of(
+                caplog, "config.yaml was damaged or edited; the settings that the run began with"
+            )
+        )
+        == 1
+    )
     text = re.sub("resume: .*\n|# sha.*", "", whole.decode())
     assert re.sub("resume: .*\n|# sha.*", "", path.read_text()) == text
 
 
-def test_changed_settings_are_told_though_the_configuration_was_damaged(settings, tmp_path, monkeypatch):
+def test_changed_settings_are_told_though_the_configuration_was_damaged(
+    settings, tmp_path, monkeypatch
+):
     stopped_at(2, settings, monkeypatch)
     (tmp_path / "run/config.yaml").write_bytes(b"\0" * 99)
     with pytest.raises(ValueError, match="was run with seed=0, now it is 3; set it back"):
         open_sft(SFT(**settings, resume=True, seed=3)).train()
 
 
-def test_a_configuration_that_was_edited_to_the_settings_now_is_believed(settings, tmp_path, monkeypatch, caplog):
+def test_a_configuration_that_was_edited_to_the_settings_now_is_believed(
+    settings, tmp_path, monkeypatch, caplog
+):
     stopped_at(2, settings, monkeypatch)
     path = tmp_path / "run/config.yaml"
     path.write_text(path.read_text().replace("max_grad_norm: 1.0", "max_grad_norm: 2.0"))
     open_sft(SFT(**settings, resume=True, max_grad_norm=2.0)).train()
-    assert len(warnings_of(caplog, "was edited since it was written, and the settings now are those in it")) == 1
+    assert (
+        len(
+            warnings_of(
+                caplog, "was edited since it was written, and the settings now are those in it"
+            )
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
-def test_a_disk_that_is_full_when_a_run_is_resumed_leaves_its_files_as_they_were(name, settings, tmp_path, monkeypatch):
+def test_a_disk_that_is_full_when_a_run_is_resumed_leaves_its_files_as_they_were(
+    name, settings, tmp_path, monkeypatch
+):
     stopped_at(2, settings, monkeypatch)
     before, usual = (tmp_path / "run" / name).read_bytes(), Path.open
 
@@ -277,14 +356,19 @@ def test_a_disk_that_is_full_when_a_run_is_resumed_leaves_its_files_as_they_were
 def test_other_steps_bend_the_schedule_which_is_said(settings, monkeypatch, caplog):
     stopped_at(2, settings, monkeypatch)
     open_sft(SFT(**settings, resume=True, steps=6)).train()
-    assert caplog.text.count("resume: steps was None, now it is 6: the learning rate continues as if") == 1
+    assert (
+        caplog.text.count("resume: steps was None, now it is 6: the learning rate continues as if")
+        == 1
+    )
 
 
 def test_a_norm_of_zero_clips_nothing(settings, tmp_path):
     weights = []
     for norm in (0.0, 1e9):
         output = tmp_path / f"norm-{norm}"
-        open_sft(SFT(**{**settings, "output": str(output)}, max_grad_norm=norm, learning_rate=1e-2)).train()
+        open_sft(
+            SFT(**{**settings, "output": str(output)}, max_grad_norm=norm, learning_rate=1e-2)
+        ).train()
         weights.append(load_file(output / "model/model.safetensors"))
     assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
     start = load_file(tmp_path / "start/model.safetensors")
@@ -293,9 +377,14 @@ def test_a_norm_of_zero_clips_nothing(settings, tmp_path):
 
 @pytest.mark.parametrize(
     ("tracker", "message"),
-    [("wandbb", "report_to: no tracker 'wandbb', did you mean 'wandb'"), ("clearml", "clearml is not installed")],
+    [
+        ("wandbb", "report_to: no tracker 'wandbb', did you mean 'wandb'"),
+        ("clearml", "clearml is not installed"),
+    ],
 )
-def test_a_tracker_that_is_not_there_stops_the_run_before_anything_is_loaded(settings, tmp_path, tracker, message):
+def test_a_tracker_that_is_not_there_stops_the_run_before_anything_is_loaded(
+    settings, tmp_path, tracker, message
+):
     with pytest.raises(ValueError, match=message):
         open_sft(SFT(**{**settings, "model": "nowhere"}, report_to=tracker)).train()
     assert not (tmp_path / "run").exists()
@@ -312,6 +401,9 @@ def test_on_two_ranks_both_end_where_another_process_holds_the_directory(tmp_pat
         fcntl.flock(lock, fcntl.LOCK_EX)
         outcomes = run_forked(2, "online", fields)
     notes = [(tmp_path / f"run-rank{rank}.txt").read_text() for rank in (0, 1)]
-    assert notes[0] == f"output: another process trains in {tmp_path}/run; wait for it, or name another directory"
+    assert (
+        notes[0]
+        == f"output: another process trains in {tmp_path}/run; wait for it, or name another directory"
+    )
     assert notes[1] == f"rank 1: the main process failed: ValueError: {notes[0]}"
     assert [status for status, _ in outcomes] == [1, 1]

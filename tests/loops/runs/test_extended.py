@@ -1,4 +1,6 @@
-"""Runs that are resumed: extended ones have the rate of the longer schedule, and what was not there is said."""
+"""Runs that are resumed: extended ones have the rate of the longer schedule, and what was not there
+is said.
+"""
 
 import json
 import shutil
@@ -40,17 +42,26 @@ def logged(settings, name):
         return [json.loads(line)[name] for line in file]
 
 
-LENGTHS = [({"steps": 4}, {"steps": 8}), ({"steps": 4}, {"steps": 5}), ({"epochs": 2}, {"epochs": 3})]
+LENGTHS = [
+    ({"steps": 4}, {"steps": 8}),
+    ({"steps": 4}, {"steps": 5}),
+    ({"epochs": 2}, {"epochs": 3}),
+]
 
 
 @pytest.mark.parametrize(("first", "then"), LENGTHS, ids=["4 to 8", "4 to 5", "2 to 3 epochs"])
 @pytest.mark.parametrize(("schedule", "warmup"), [("linear", 0), ("cosine", 2)])
-def test_the_first_step_of_an_extension_has_the_rate_of_the_new_schedule(first, then, schedule, warmup, settings):
+def test_the_first_step_of_an_extension_has_the_rate_of_the_new_schedule(
+    first, then, schedule, warmup, settings
+):
     settings |= {"schedule": schedule, "warmup": float(warmup)}
     burnish.sft(**settings, **first).train()
     burnish.sft(**settings, **then, resume=True).train()
     old, new = (each.get("steps") or each["epochs"] * PER_EPOCH for each in (first, then))
-    wanted = [*rates_of_transformers(schedule, warmup, old), *rates_of_transformers(schedule, warmup, new)[old:]]
+    wanted = [
+        *rates_of_transformers(schedule, warmup, old),
+        *rates_of_transformers(schedule, warmup, new)[old:],
+    ]
     assert logged(settings, "learning_rate") == wanted
     assert wanted[old] > 0
 
@@ -71,7 +82,13 @@ def test_parameter_groups_keep_their_own_rates_in_an_extension(settings):
         groups = [{"params": rest, "lr": RATE}, {"params": embedding, "lr": 0.1 * RATE}]
         optimizer = torch.optim.AdamW(groups)
         tokenizer = AutoTokenizer.from_pretrained(settings["model"])
-        own = {**settings, "model": model, "tokenizer": tokenizer, "optimizer": optimizer, **options}
+        own = {
+            **settings,
+            "model": model,
+            "tokenizer": tokenizer,
+            "optimizer": optimizer,
+            **options,
+        }
         return burnish.sft(**own), optimizer
 
     run, _ = opened(steps=4)
@@ -83,7 +100,9 @@ def test_parameter_groups_keep_their_own_rates_in_an_extension(settings):
 def test_a_run_with_nothing_to_resume_says_so_in_one_line(settings, tmp_path, caplog):
     burnish.sft(**settings, steps=2, resume=True).train()
     said = [text for text in caplog.messages if text.startswith("resume: ")]
-    assert said == [f"resume: there is nothing to resume in {tmp_path / 'run'}, so the run begins anew"]
+    assert said == [
+        f"resume: there is nothing to resume in {tmp_path / 'run'}, so the run begins anew"
+    ]
     caplog.clear()
     burnish.sft(**settings, steps=2, resume=True).train()
     assert not [text for text in caplog.messages if text.startswith("resume: there is nothing")]
@@ -96,7 +115,9 @@ def test_a_run_with_nothing_to_resume_says_so_in_one_line(settings, tmp_path, ca
 def test_a_run_is_not_resumed_to_fewer_steps_than_it_has_taken(fewer, settings, tmp_path):
     burnish.sft(**settings, epochs=2).train()
     before = (tmp_path / "run/config.yaml").read_bytes()
-    with pytest.raises(ValueError, match=r"resume: the run in .* has taken 4 steps, and is to have \d"):
+    with pytest.raises(
+        ValueError, match=r"resume: the run in .* has taken 4 steps, and is to have \d"
+    ):
         burnish.sft(**settings, **fewer, resume=True)
     assert (tmp_path / "run/config.yaml").read_bytes() == before
     burnish.sft(**settings, epochs=2, resume=True).train()
@@ -107,7 +128,10 @@ def test_a_share_of_warmup_is_that_of_the_longer_run(warmup, settings):
     settings |= {"schedule": "linear", "warmup": warmup}
     burnish.sft(**settings, steps=4).train()
     burnish.sft(**settings, steps=8, resume=True).train()
-    assert logged(settings, "learning_rate")[4:] == rates_of_transformers("linear", int(8 * warmup), 8)[4:]
+    assert (
+        logged(settings, "learning_rate")[4:]
+        == rates_of_transformers("linear", int(8 * warmup), 8)[4:]
+    )
 
 
 def test_a_dry_run_of_a_run_to_resume_does_not_say_that_there_is_nothing(settings, caplog, capsys):

@@ -1,4 +1,5 @@
-"""A fault at each call of a save, and in each file of a checkpoint: runs go on to the weights of an undisturbed one.
+"""A fault at each call of a save, and in each file of a checkpoint: runs go on to the weights of an
+undisturbed one.
 
 ``python tests/faults.py`` runs the same, and prints a table.
 """
@@ -24,19 +25,37 @@ CASES += [exhaustive(name, 1) for name in NAMES if name not in QUICK]
 def test_a_run_goes_on_to_the_same_weights_after_every_fault(name, every, tmp_path):
     begins = [begin for _, begin in outcomes(name, tmp_path, every)]
     if "collectives" in name:
-        assert len(begins) >= 10 // every and 0 in begins and max(begins) >= 2 and (1 in begins or every > 1)
+        assert (
+            len(begins) >= 10 // every
+            and 0 in begins
+            and max(begins) >= 2
+            and (1 in begins or every > 1)
+        )
     else:
-        assert len(begins) >= COUNTS[name.split(", ")[1]] / every and begins.count(2) > len(begins) / 2
+        assert (
+            len(begins) >= COUNTS[name.split(", ")[1]] / every and begins.count(2) > len(begins) / 2
+        )
 
 
-SIGNALS = [slow("dpo", 4), slow("ppo", 4), *(exhaustive(recipe, 13) for recipe in ("sft", "dpo", "grpo", "ppo"))]
+SIGNALS = [
+    slow("dpo", 4),
+    slow("ppo", 4),
+    *(exhaustive(recipe, 13) for recipe in ("sft", "dpo", "grpo", "ppo")),
+]
 
 
 @pytest.mark.parametrize(("recipe", "signals"), SIGNALS)
-def test_any_signal_at_any_moment_leaves_a_run_that_ends_with_the_same_weights(recipe, signals, tmp_path):
+def test_any_signal_at_any_moment_leaves_a_run_that_ends_with_the_same_weights(
+    recipe, signals, tmp_path
+):
     """By default, nothing is saved but at the end and where a signal asks for it."""
     if recipe in ("grpo", "ppo"):
-        config = {**prepare(tmp_path), "epochs_per_rollout": 2, "minibatches": 2, "old_logprobs": "recomputed"}
+        config = {
+            **prepare(tmp_path),
+            "epochs_per_rollout": 2,
+            "minibatches": 2,
+            "old_logprobs": "recomputed",
+        }
     else:
         rows = sums(50)
         if recipe == "sft":

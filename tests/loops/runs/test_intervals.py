@@ -15,7 +15,13 @@ PROMPTS = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} fo
 def settings(tmp_path):
     model = str(save_model(tmp_path / "start"))
     data = str(write_rows(tmp_path / "rows.jsonl", MESSAGES))
-    return {"model": model, "data": data, "output": str(tmp_path / "run"), "batch_size": 4, "epochs": 3}
+    return {
+        "model": model,
+        "data": data,
+        "output": str(tmp_path / "run"),
+        "batch_size": 4,
+        "epochs": 3,
+    }
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,9 @@ def settings(tmp_path):
         (None, [8]),
     ],
 )
-def test_evaluations_and_checkpoints_come_when_their_interval_ends(every, wanted, settings, tmp_path):
+def test_evaluations_and_checkpoints_come_when_their_interval_ends(
+    every, wanted, settings, tmp_path
+):
     held_out = {"eval_data": MESSAGES[:2], "eval_every": every, "save_every": every}
     burnish.sft(**settings, **held_out, keep=9, dtype="bfloat16").train()
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -38,8 +46,19 @@ def test_evaluations_and_checkpoints_come_when_their_interval_ends(every, wanted
 
 
 def test_an_epoch_of_prompts_ends_with_the_rollout_of_the_last_one(settings, tmp_path):
-    rollouts = {"prompts_per_rollout": 4, "minibatches": 2, "group_size": 2, "max_tokens": 2, "epochs": 2}
-    online = {"data": PROMPTS, "rewards": {"length": {"target": 1}}, "save_every": "epoch", "keep": 9}
+    rollouts = {
+        "prompts_per_rollout": 4,
+        "minibatches": 2,
+        "group_size": 2,
+        "max_tokens": 2,
+        "epochs": 2,
+    }
+    online = {
+        "data": PROMPTS,
+        "rewards": {"length": {"target": 1}},
+        "save_every": "epoch",
+        "keep": 9,
+    }
     del settings["batch_size"]
     burnish.grpo(**{**settings, **online, **rollouts}).train()
     saved = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())

@@ -1,4 +1,6 @@
-"""A rank that stops, stands still or is held ends all ranks, which name it; and what ends a rank that waits for one."""
+"""A rank that stops, stands still or is held ends all ranks, which name it; and what ends a rank
+that waits for one.
+"""
 
 import json
 import signal
@@ -27,7 +29,9 @@ def undisturbed(tmp_path_factory):
     fields = {**prepare(directory), "steps": 3, "save_every": 1, "eval_every": 1}
     fields["eval_data"] = fields["data"]
     output = directory / "undisturbed"
-    for status, printed in run_forked(2, "rank_stopped", {**fields, "output": str(output)}, None, 0, "", ""):
+    for status, printed in run_forked(
+        2, "rank_stopped", {**fields, "output": str(output)}, None, 0, "", ""
+    ):
         assert status == 0, printed[-3000:]
     return fields, (output / "model/model.safetensors").read_bytes()
 
@@ -42,22 +46,35 @@ def disturb(fields, output, moment, rank, kind, hang_seconds):
 
 
 STOPPED = [
-    (moment, rank, 10.0, exhaustive) for moment in MOMENTS for rank in (0, 1) if (moment, rank) != ("forward", 1)
+    (moment, rank, 10.0, exhaustive)
+    for moment in MOMENTS
+    for rank in (0, 1)
+    if (moment, rank) != ("forward", 1)
 ]
 
 
 @pytest.mark.parametrize(
     ("moment", "rank", "hang_seconds"),
-    [("forward", 1, 5.0), *(mark(moment, rank, seconds) for moment, rank, seconds, mark in STOPPED)],
+    [
+        ("forward", 1, 5.0),
+        *(mark(moment, rank, seconds) for moment, rank, seconds, mark in STOPPED),
+    ],
 )
-def test_a_rank_that_is_stopped_ends_all_which_name_it(undisturbed, moment, rank, hang_seconds, tmp_path):
+def test_a_rank_that_is_stopped_ends_all_which_name_it(
+    undisturbed, moment, rank, hang_seconds, tmp_path
+):
     fields, weights = undisturbed
     run = tmp_path / "run"
     outcomes, seconds = disturb(fields, run, moment, rank, "stop", hang_seconds)
     status, printed = outcomes[1 - rank]
     assert status == liveness.HUNG, printed[-3000:]
-    assert outcomes[rank][0] in (liveness.HUNG, -signal.SIGABRT, -signal.SIGKILL), outcomes[rank][1][-3000:]
-    assert f"rank {1 - rank}: rank {rank} has been silent for " in printed and "last heard of in step " in printed
+    assert outcomes[rank][0] in (liveness.HUNG, -signal.SIGABRT, -signal.SIGKILL), outcomes[rank][
+        1
+    ][-3000:]
+    assert (
+        f"rank {1 - rank}: rank {rank} has been silent for " in printed
+        and "last heard of in step " in printed
+    )
     assert "(most recent call first)" in printed, "no stacks"
     assert seconds < hang_seconds + 15
     for status, printed in run_forked(
@@ -75,10 +92,14 @@ def test_a_rank_that_holds_python_or_stands_still_ends_all(undisturbed, kind, ra
     assert outcomes[1 - rank][0] == liveness.HUNG, printed[-3000:]
     if kind == "hold":
         assert f"rank {rank} has been silent for " in printed
-        assert "rank_stopped.py" in outcomes[rank][1], "the function that holds Python is in no stack"
+        assert "rank_stopped.py" in outcomes[rank][1], (
+            "the function that holds Python is in no stack"
+        )
     else:
         assert "no rank has moved for " in printed and outcomes[rank][0] == liveness.HUNG
-        assert f": rank {rank} in step 2, " in printed, "the rank that waits for no other is named first"
+        assert f": rank {rank} in step 2, " in printed, (
+            "the rank that waits for no other is named first"
+        )
     assert seconds < 5 + 15
 
 
@@ -103,7 +124,9 @@ with opening():
 
 @pytest.fixture
 def pair():
-    """``pair(body of rank 0, body of rank 1, hang_seconds)`` starts both, and waits until they have met."""
+    """``pair(body of rank 0, body of rank 1, hang_seconds)`` starts both, and waits until they have
+    met.
+    """
     started = []
 
     def start(*bodies, hang_seconds=600.0):
@@ -113,7 +136,9 @@ def pair():
         for rank, body in enumerate(bodies):
             code = PAIR.format(body=textwrap.indent(textwrap.dedent(body).strip(), "    ").strip())
             command = [sys.executable, "-c", code, str(rank), port, str(hang_seconds)]
-            started.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+            started.append(
+                subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
         for process in started:
             assert process.stdout.readline() == "met\n", process.stderr.read()
         return started
@@ -147,7 +172,11 @@ def test_a_second_sigint_ends_a_rank_in_a_collective_and_so_does_sigterm_if_anot
     assert waiting.poll() is None
     waiting.send_signal(signal.SIGINT)
     status, errors, seconds = ended(waiting)
-    assert status == 130 and seconds < 2.5 and "rank 0: SIGINT while it waited for other ranks; " in errors
+    assert (
+        status == 130
+        and seconds < 2.5
+        and "rank 0: SIGINT while it waited for other ranks; " in errors
+    )
     assert "Traceback" not in errors
 
 
@@ -160,7 +189,10 @@ def test_sigterm_ends_a_rank_that_waits_for_a_silent_one(pair):
     other.send_signal(signal.SIGSTOP)
     status, errors, seconds = ended(waiting)
     assert status == 143 and seconds < liveness.SILENT + 4
-    assert "rank 0: SIGTERM while it waited for other ranks; rank 1 has been silent for a while" in errors
+    assert (
+        "rank 0: SIGTERM while it waited for other ranks; rank 1 has been silent for a while"
+        in errors
+    )
 
 
 def test_ranks_that_wait_for_each_other_in_vain_are_ended(pair):
@@ -168,7 +200,10 @@ def test_ranks_that_wait_for_each_other_in_vain_are_ended(pair):
     for rank, process in enumerate(both):
         status, errors, seconds = ended(process)
         assert status == liveness.HUNG and seconds < 4 + 15
-        assert f"rank {rank}: no rank has moved for 4 s: rank " in errors and "(most recent call first)" in errors
+        assert (
+            f"rank {rank}: no rank has moved for 4 s: rank " in errors
+            and "(most recent call first)" in errors
+        )
 
 
 def test_a_rank_that_moves_is_waited_for_and_so_is_one_that_may_stand(pair):
@@ -189,13 +224,19 @@ def test_a_rank_that_is_killed_before_there_is_a_run_is_named_by_the_other(pair,
     both[rank].kill()
     status, errors, seconds = ended(both[1 - rank])
     assert status == 1 and seconds < 15, errors
-    assert f"rank {1 - rank}: the process of rank {rank} has ended: it was killed, or failed; its own" in errors
+    assert (
+        f"rank {1 - rank}: the process of rank {rank} has ended: it was killed, or failed; its own"
+        in errors
+    )
 
 
 def test_the_error_of_a_rank_is_told_to_the_others(pair):
     failing, waiting = pair("raise ValueError('no such thing')", "time.sleep(600)")
     status, errors, _ = ended(waiting)
-    assert status == 1 and "rank 1: rank 0 failed with ValueError: no such thing; this one ends, too" in errors
+    assert (
+        status == 1
+        and "rank 1: rank 0 failed with ValueError: no such thing; this one ends, too" in errors
+    )
     assert ended(failing)[0] == 1
 
 
@@ -259,7 +300,10 @@ def test_a_stranger_without_the_token_is_not_connected(monkeypatch):
 
 def test_a_rank_that_does_not_come_is_named(monkeypatch):
     monkeypatch.setattr(peers, "MEETING", 0.2)
-    with pytest.raises(peers.Unreachable, match="rank 0: the process of rank 1 has ended just after it met the others"):
+    with pytest.raises(
+        peers.Unreachable,
+        match="rank 0: the process of rank 1 has ended just after it met the others",
+    ):
         connect(Store(), 0, 3)
 
 
@@ -268,13 +312,19 @@ def test_rank_0_that_is_out_of_reach_is_said_with_what_to_set():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    store.set("burnish/watch/0", json.dumps({"token": "", "addresses": ["127.0.0.1"], "port": port}))
-    with pytest.raises(peers.Unreachable, match=r"rank 1: rank 0 can't be reached .*127.0.0.1 \(.*set MASTER_ADDR"):
+    store.set(
+        "burnish/watch/0", json.dumps({"token": "", "addresses": ["127.0.0.1"], "port": port})
+    )
+    with pytest.raises(
+        peers.Unreachable, match=r"rank 1: rank 0 can't be reached .*127.0.0.1 \(.*set MASTER_ADDR"
+    ):
         connect(store, 1, 2)
 
 
 def test_a_process_that_was_stopped_itself_blames_no_other(monkeypatch):
-    """As of a job that its batch system suspends: every rank wakes, and has not heard from the others for hours."""
+    """As of a job that its batch system suspends: every rank wakes, and has not heard from the
+    others for hours.
+    """
     one, other = socket.socketpair()
     monkeypatch.setattr(liveness, "_write_signals_to", lambda end: False)
     monkeypatch.setattr(Watch, "_watch", lambda self: None)
@@ -288,7 +338,10 @@ def test_a_process_that_was_stopped_itself_blames_no_other(monkeypatch):
     watch._judge(now)
     assert told == []
     watch._judge(now + 11)
-    assert len(told) == 1 and "rank 1 has been silent for 11 s, last heard of in step 0, set-up" in told[0]
+    assert (
+        len(told) == 1
+        and "rank 1 has been silent for 11 s, last heard of in step 0, set-up" in told[0]
+    )
     for end in (one, other, watch._wake, watch._woken):
         end.close()
 

@@ -20,7 +20,9 @@ def quick(monkeypatch):
 
 def left_by(path, **owner):
     """The file of a process that was killed."""
-    (path / ".lock.owner").write_text(json.dumps({"token": "other", "beat": "000000000003", **owner}))
+    (path / ".lock.owner").write_text(
+        json.dumps({"token": "other", "beat": "000000000003", **owner})
+    )
 
 
 def held(path):
@@ -30,7 +32,9 @@ def held(path):
 def test_an_owner_that_is_alive_is_waited_for_by_nobody(tmp_path):
     with (
         lock.heartbeat(tmp_path),
-        pytest.raises(ValueError, match=f"process {os.getpid()} on {socket.gethostname()} trains in"),
+        pytest.raises(
+            ValueError, match=f"process {os.getpid()} on {socket.gethostname()} trains in"
+        ),
         lock.heartbeat(tmp_path),
     ):
         raise AssertionError("two owners")
@@ -105,5 +109,9 @@ def test_a_lock_file_that_is_removed_while_it_is_opened_is_not_held_alone(tmp_pa
         usual(file, operation)
 
     monkeypatch.setattr(lock.fcntl, "flock", flock)
-    with lock.locked(tmp_path), pytest.raises(ValueError, match="another process trains in"), lock.locked(tmp_path):
+    with (
+        lock.locked(tmp_path),
+        pytest.raises(ValueError, match="another process trains in"),
+        lock.locked(tmp_path),
+    ):
         raise AssertionError("two owners")

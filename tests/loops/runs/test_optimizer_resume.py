@@ -44,19 +44,30 @@ def fields(tmp_path):
 
 @pytest.mark.parametrize("run", [*RUNS, *map(slow, LATER)])
 def test_a_run_that_was_killed_ends_with_the_weights_of_the_whole_one(run, fields, tmp_path):
-    (whole, again), (metrics, metrics_again) = resumed({**fields, **{**RUNS, **LATER}[run]}, tmp_path)
+    (whole, again), (metrics, metrics_again) = resumed(
+        {**fields, **{**RUNS, **LATER}[run]}, tmp_path
+    )
     assert whole == again
     assert metrics == metrics_again
     assert metrics[-1]["eval/loss"] < metrics[0]["eval/loss"]
     if run == "a schedule by evaluations":
-        assert [line["learning_rate"] for line in metrics[1:]] == [0.01, 0.01, 0.005, 0.005, 0.0025, 0.0025]
+        assert [line["learning_rate"] for line in metrics[1:]] == [
+            0.01,
+            0.01,
+            0.005,
+            0.005,
+            0.0025,
+            0.0025,
+        ]
 
 
 def test_a_bfloat16_run_saves_half_of_the_bytes(fields, tmp_path):
     fields |= {"batch_size": 4, "steps": 1}
     train("sft", **fields, **BFLOAT16, output=str(tmp_path / "half"))
     train("sft", **fields, dtype="bfloat16", output=str(tmp_path / "full"))
-    half, full = ((tmp_path / name / "model/model.safetensors").stat().st_size for name in ("half", "full"))
+    half, full = (
+        (tmp_path / name / "model/model.safetensors").stat().st_size for name in ("half", "full")
+    )
     assert half < 0.52 * full
 
 

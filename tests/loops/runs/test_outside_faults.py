@@ -1,4 +1,6 @@
-"""Faults from outside: clocks that jump, outputs that are full, numbers that are none, models that bring code."""
+"""Faults from outside: clocks that jump, outputs that are full, numbers that are none, models that
+bring code.
+"""
 
 import json
 import os
@@ -30,8 +32,17 @@ from transformers import AutoTokenizer
 @pytest.fixture
 def settings(tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
-    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "rows.jsonl", rows))}
-    return {**fields, "output": str(tmp_path / "run"), "batch_size": 2, "steps": 3, "learning_rate": 1e-2}
+    fields = {
+        "model": str(save_model(tmp_path / "start")),
+        "data": str(write_rows(tmp_path / "rows.jsonl", rows)),
+    }
+    return {
+        **fields,
+        "output": str(tmp_path / "run"),
+        "batch_size": 2,
+        "steps": 3,
+        "learning_rate": 1e-2,
+    }
 
 
 def command(settings):
@@ -63,7 +74,9 @@ def output_to(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["a full disk", "no reader"])
-def test_an_output_that_takes_nothing_leaves_the_run_to_itself(kind, settings, output_to, monkeypatch, capfd):
+def test_an_output_that_takes_nothing_leaves_the_run_to_itself(
+    kind, settings, output_to, monkeypatch, capfd
+):
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full, open(writer, "w") as pipe, capfd.disabled():
@@ -105,7 +118,9 @@ def test_weights_that_are_no_numbers_end_the_run_in_one_line(settings, capsys):
 
 
 @pytest.mark.parametrize("step", [1, 2, 3])
-def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(step, settings, monkeypatch, caplog):
+def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(
+    step, settings, monkeypatch, caplog
+):
     usual = Accelerator.backward
 
     def backward(accelerator, loss, **options):
@@ -114,13 +129,19 @@ def test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on(step,
 
     with in_step(step, lambda: monkeypatch.setattr(Accelerator, "backward", backward)):
         open_sft(SFT(**settings)).train()
-    named = r"its losses are finite, and its rows are rows\.jsonl line [1-8], rows\.jsonl line [1-8]$"
+    named = (
+        r"its losses are finite, and its rows are rows\.jsonl line [1-8], rows\.jsonl line [1-8]$"
+    )
     (line,) = warnings(caplog)
     assert re.search(named, line), line
-    lines = [json.loads(line) for line in (Path(settings["output"]) / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (Path(settings["output"]) / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["skipped"] for line in lines] == [float(line["step"] == step) for line in lines]
     assert all(
-        weight.isfinite().all() for weight in load_file(Path(settings["output"]) / "model/model.safetensors").values()
+        weight.isfinite().all()
+        for weight in load_file(Path(settings["output"]) / "model/model.safetensors").values()
     )
 
 
@@ -147,7 +168,9 @@ def warnings(caplog):
 
 def skipped(run):
     return [
-        line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["skipped"]
+        line["step"]
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if line["skipped"]
     ]
 
 
@@ -156,16 +179,30 @@ def skipped(run):
     ("rows_of_a_micro_batch", "named"),
     [
         (1, "rows.jsonl line 5"),
-        (6, "rows.jsonl line 1, rows.jsonl line 2, rows.jsonl line 4, rows.jsonl line 5 and 2 more"),
+        (
+            6,
+            "rows.jsonl line 1, rows.jsonl line 2, rows.jsonl line 4, rows.jsonl line 5 and 2 more",
+        ),
     ],
 )
-def test_rows_whose_loss_is_no_number_are_named(rows_of_a_micro_batch, named, dtype, settings, tmp_path, caplog):
+def test_rows_whose_loss_is_no_number_are_named(
+    rows_of_a_micro_batch, named, dtype, settings, tmp_path, caplog
+):
     """By their lines, of which one was left out."""
     poisoned(Path(settings["model"]))
-    rows = [{**pair, "rejected": pair["chosen"]} if i == 2 else pair for i, pair in enumerate(with_poison(sums(13), 5))]
+    rows = [
+        {**pair, "rejected": pair["chosen"]} if i == 2 else pair
+        for i, pair in enumerate(with_poison(sums(13), 5))
+    ]
     data = write_rows(tmp_path / "rows.jsonl", rows)
     micro_tokens = None if rows_of_a_micro_batch > 1 else 10
-    settings |= {"data": str(data), "on_bad_row": "skip", "batch_size": 6, "micro_tokens": micro_tokens, "steps": 2}
+    settings |= {
+        "data": str(data),
+        "on_bad_row": "skip",
+        "batch_size": 6,
+        "micro_tokens": micro_tokens,
+        "steps": 2,
+    }
     open_dpo(DPO(**settings, shuffle=False, dtype=dtype)).train()
     (line,) = warnings(caplog)
     assert line.endswith(f"the loss is not finite in a micro-batch of {named}"), line
@@ -174,8 +211,17 @@ def test_rows_whose_loss_is_no_number_are_named(rows_of_a_micro_batch, named, dt
 
 def test_rows_of_streamed_parts_are_named(settings, tmp_path, caplog):
     poisoned(Path(settings["model"]))
-    parts = [str(write_rows(tmp_path / f"{name}.jsonl", with_poison(sums(6), 2))) for name in ("a", "b")]
-    options = {"data": parts, "streaming": True, "shuffle": False, "batch_size": 4, "steps": 3, "micro_tokens": 10}
+    parts = [
+        str(write_rows(tmp_path / f"{name}.jsonl", with_poison(sums(6), 2))) for name in ("a", "b")
+    ]
+    options = {
+        "data": parts,
+        "streaming": True,
+        "shuffle": False,
+        "batch_size": 4,
+        "steps": 3,
+        "micro_tokens": 10,
+    }
     open_dpo(DPO(**{**settings, **options})).train()
     named = [line.rpartition(" of ")[2] for line in warnings(caplog)]
     assert set(", ".join(named).split(", ")) == {"a.jsonl row 2", "b.jsonl row 2"}, named
@@ -184,7 +230,10 @@ def test_rows_of_streamed_parts_are_named(settings, tmp_path, caplog):
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_prompts_whose_loss_is_no_number_are_named(minibatches, tmp_path, monkeypatch, caplog):
     config = {**prepare(tmp_path), "output": str(tmp_path / "run"), "steps": 4 * minibatches}
-    poison, usual = AutoTokenizer.from_pretrained(config["model"]).convert_tokens_to_ids("~"), grpo.advantages
+    poison, usual = (
+        AutoTokenizer.from_pretrained(config["model"]).convert_tokens_to_ids("~"),
+        grpo.advantages,
+    )
 
     def advantages(rollout, *, config):
         columns = usual(rollout, config=config)
@@ -197,20 +246,28 @@ def test_prompts_whose_loss_is_no_number_are_named(minibatches, tmp_path, monkey
     config["data"] = str(write_rows(tmp_path / "prompts.jsonl", rows))
     open_grpo(GRPO(**config, micro_tokens=10, minibatches=minibatches)).train()
     named = [line.rpartition(" of ")[2] for line in warnings(caplog)]
-    assert set(", ".join(named).split(", ")) == {"prompts.jsonl line 3", "prompts.jsonl line 9"}, named
+    assert set(", ".join(named).split(", ")) == {"prompts.jsonl line 3", "prompts.jsonl line 9"}, (
+        named
+    )
     assert len(skipped(tmp_path / "run")) == len(named) <= 2
 
 
 @pytest.mark.parametrize(("shards", "dtype"), [(1, "float64"), (2, "float64"), slow(2, "bfloat16")])
 def test_the_rank_whose_row_it_is_names_it_and_all_skip_the_step(shards, dtype, tmp_path):
     poisoned(tmp_path / "start", dtype=torch.float64)
-    rows = with_poison([{"messages": pair["prompt"] + pair["chosen"], **pair} for pair in sums(10)], 7)
+    rows = with_poison(
+        [{"messages": pair["prompt"] + pair["chosen"], **pair} for pair in sums(10)], 7
+    )
     write_rows(tmp_path / "messages.jsonl", [{"messages": row["messages"]} for row in rows])
     options = {"steps": 2, "micro_tokens": 10, "shuffle": False, "dtype": dtype}
-    outcomes = run_forked(2, "sharded", str(tmp_path), shards, [("sft", str(tmp_path / "run"), options)])
+    outcomes = run_forked(
+        2, "sharded", str(tmp_path), shards, [("sft", str(tmp_path / "run"), options)]
+    )
     assert [status for status, _ in outcomes] == [0, 0], outcomes
     line = "step 2 is skipped, as its gradient is not finite; the loss is not finite in a micro-batch of "
-    assert [printed.count(f"{line}messages.jsonl line 7\n") for _, printed in outcomes] == [1, 0], outcomes
+    assert [printed.count(f"{line}messages.jsonl line 7\n") for _, printed in outcomes] == [1, 0], (
+        outcomes
+    )
     assert skipped(tmp_path / "run") == [2]
 
 
@@ -237,7 +294,10 @@ def with_code(*parts):
         (model / "odd.py").write_text(f"import os\nos.mkdir({str(ran)!r})\n")
         for name, change in {
             "config.json": {"model_type": "odd", "auto_map": {part: "odd.Odd" for part in parts}},
-            "tokenizer_config.json": {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}},
+            "tokenizer_config.json": {
+                "tokenizer_class": "Odd",
+                "auto_map": {"AutoTokenizer": ["odd.Odd", None]},
+            },
         }.items():
             if ("AutoTokenizer" in parts) == (name == "tokenizer_config.json"):
                 path = model / name
@@ -249,9 +309,18 @@ def with_code(*parts):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (pickled, "is pickled with more than tensors, which could run code, and is not loaded; save it as safetensors"),
-        (with_code("AutoConfig", "AutoModelForCausalLM"), "needs code that comes with it, which is not run; read that"),
-        (with_code("AutoTokenizer"), "needs code that comes with it, which is not run; read that code, load model and"),
+        (
+            pickled,
+            "is pickled with more than tensors, which could run code, and is not loaded; save it as safetensors",
+        ),
+        (
+            with_code("AutoConfig", "AutoModelForCausalLM"),
+            "needs code that comes with it, which is not run; read that",
+        ),
+        (
+            with_code("AutoTokenizer"),
+            "needs code that comes with it, which is not run; read that code, load model and",
+        ),
     ],
     ids=["pickled weights", "code of a model", "code of a tokenizer"],
 )
@@ -263,7 +332,9 @@ def test_a_model_that_brings_code_is_refused_in_one_line_and_none_is_run(
     ran = tmp_path / "ran"
     odd = save_model(tmp_path / "odd")
     change(odd, ran)
-    flags = {name: value for name, value in settings.items() if name != "model" or role == "teacher"}
+    flags = {
+        name: value for name, value in settings.items() if name != "model" or role == "teacher"
+    }
     flags["model" if role == "model" else "teacher.model"] = odd
     recipe = "sft" if role == "model" else "distill"
     assert main([recipe, *(f"--{name}={value}" for name, value in flags.items())]) == 1

@@ -1,4 +1,6 @@
-"""What ranks are started, how they share the model, and what one does for the others, who wait and fail with it."""
+"""What ranks are started, how they share the model, and what one does for the others, who wait and
+fail with it.
+"""
 
 import os
 import signal
@@ -26,14 +28,22 @@ from vllm_fake import Fake
 PATIENCE = 6.0
 
 
-@pytest.mark.parametrize(("rank", "message"), [(0, "1/2 clients joined"), (1, "while trying to connect")])
+@pytest.mark.parametrize(
+    ("rank", "message"), [(0, "1/2 clients joined"), (1, "while trying to connect")]
+)
 def test_a_rank_whose_partner_never_starts_says_so_in_a_line(rank, message, tmp_path):
-    files = {"model": save_model(tmp_path / "model"), "data": write_rows(tmp_path / "pairs.jsonl", sums(8))}
+    files = {
+        "model": save_model(tmp_path / "model"),
+        "data": write_rows(tmp_path / "pairs.jsonl", sums(8)),
+    }
     flags = [f"--{name}={path}" for name, path in {**files, "output": tmp_path / "run"}.items()]
     ((status, printed),) = run_forked(1, "rank_alone", str(rank), "dpo", *flags)
     assert status == 0, printed[-3000:]
     (line,) = [line for line in printed.splitlines() if line.startswith("burnish dpo: ")]
-    assert "ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: " in line and message in line
+    assert (
+        "ranks can't meet at MASTER_ADDR and a free MASTER_PORT; start them all: " in line
+        and message in line
+    )
     assert "Traceback" not in printed
 
 
@@ -41,7 +51,9 @@ def test_a_rank_whose_partner_has_ended_is_not_told_to_start_it():
     """As one whose settings were refused, which the other ranks meet for a moment."""
     port = free_port()
     meeting = distributed.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-    partner = distributed.TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    partner = distributed.TCPStore(
+        "127.0.0.1", port, 2, False, wait_for_workers=False, timeout=timedelta(seconds=30)
+    )
     partner.set("here", "1")
     del meeting
     with pytest.raises(distributed.DistError) as raised:
@@ -75,7 +87,11 @@ def wedged(tmp_path_factory):
         return None, 600
 
     fake.odd["/inference/v1/generate"] = answer
-    fields |= {"output": str(directory / "run"), "source": "vllm", "rewards": {"online:Loaded": {"note": "loaded"}}}
+    fields |= {
+        "output": str(directory / "run"),
+        "source": "vllm",
+        "rewards": {"online:Loaded": {"note": "loaded"}},
+    }
     fields["rewards"]["online:Loaded"]["note"] = str(directory / "loaded")
     fields["vllm"] = {"url": fake.url, "timeout": 2.5, "patience": PATIENCE}
     outcomes = run_forked(2, "online", fields)
@@ -87,7 +103,9 @@ def wedged(tmp_path_factory):
 
 def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_by_its_name(wedged):
     said = [(wedged.directory / f"run-rank{rank}.txt").read_text() for rank in (0, 1)]
-    assert said[0].startswith(f"vllm: the server at {wedged.url} has answered nothing in 6 s; check")
+    assert said[0].startswith(
+        f"vllm: the server at {wedged.url} has answered nothing in 6 s; check"
+    )
     assert said[1] == f"rank 1: the main process failed: SourceError: {said[0]}"
     assert [status for status, _ in wedged.outcomes] == [1, 1] and wedged.seconds < PATIENCE + 60
     printed = wedged.outcomes[0][1]
@@ -95,14 +113,18 @@ def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_
     assert "/inference/v1/generate: no answer in 2.5 s" in printed
 
 
-def test_rewards_are_loaded_when_the_run_is_open_on_the_main_process_alone_and_on_its_device(wedged):
+def test_rewards_are_loaded_when_the_run_is_open_on_the_main_process_alone_and_on_its_device(
+    wedged,
+):
     notes = {path.name: path.read_text() for path in Path(wedged.directory).glob("loaded-*")}
     assert notes == {"loaded-0.txt": "cpu:0 True"}  # what Accelerate calls the device of rank 0
 
 
 @pytest.fixture
 def die(tmp_path):
-    """``die(moment, mortal, ...)`` is how the other rank of two ended: status, its note if any, what was printed."""
+    """``die(moment, mortal, ...)`` is how the other rank of two ended: status, its note if any,
+    what was printed.
+    """
 
     def die(moment, mortal, stuck=False):
         fields = {**prepare(tmp_path), "output": str(tmp_path / "run")}
@@ -127,13 +149,17 @@ def die(tmp_path):
 def test_a_rank_that_is_killed_ends_the_other_which_names_it(die, moment, mortal):
     status, note, _ = die(moment, mortal)
     assert status == 1
-    assert note.startswith(f"RankLost: rank {1 - mortal}: the process of rank {mortal} has ended: it was killed, or")
+    assert note.startswith(
+        f"RankLost: rank {1 - mortal}: the process of rank {mortal} has ended: it was killed, or"
+    )
 
 
 @pytest.mark.parametrize("moment", ["opening", slow("loading"), slow("resuming")])
 def test_a_rank_that_is_killed_before_training_ends_the_other_that_waits_for_it(die, moment):
     status, note, _ = die(moment, 1)
-    assert status == 1 and note.startswith("RankLost: rank 0: the process of rank 1 has ended: "), note
+    assert status == 1 and note.startswith("RankLost: rank 0: the process of rank 1 has ended: "), (
+        note
+    )
 
 
 def test_a_rank_that_waits_where_no_error_arrives_is_ended(die):
@@ -155,13 +181,16 @@ def alone(monkeypatch):
 
 
 @pytest.mark.parametrize(("variable", "wrapper"), _WRAPPERS.items())
-def test_a_wrapper_of_accelerate_is_refused_before_there_is_an_accelerator(variable, wrapper, alone, tmp_path, capsys):
+def test_a_wrapper_of_accelerate_is_refused_before_there_is_an_accelerator(
+    variable, wrapper, alone, tmp_path, capsys
+):
     alone.setenv(variable, "true")
     paths = ["--model", str(tmp_path), "--data", str(tmp_path), "--output", str(tmp_path / "run")]
     assert main(["sft", *paths]) == 1
     error = capsys.readouterr().err
     assert (
-        error.startswith(f"burnish sft: {variable}: Accelerate's {wrapper} is not supported") and error.count("\n") == 1
+        error.startswith(f"burnish sft: {variable}: Accelerate's {wrapper} is not supported")
+        and error.count("\n") == 1
     )
     assert "--parallel.dp_shard_size" in error
 
@@ -169,11 +198,15 @@ def test_a_wrapper_of_accelerate_is_refused_before_there_is_an_accelerator(varia
 def test_processes_that_would_each_train_for_themselves_are_refused(alone):
     check_launcher()
     alone.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"^2 processes were announced, and this one has no LOCAL_RANK; start"):
+    with pytest.raises(
+        ValueError, match=r"^2 processes were announced, and this one has no LOCAL_RANK; start"
+    ):
         check_launcher()
     alone.setenv("LOCAL_RANK", "1")
     check_launcher()
-    with pytest.raises(ValueError, match=r"^2 processes were started, and the process group has 1; start ranks"):
+    with pytest.raises(
+        ValueError, match=r"^2 processes were started, and the process group has 1; start ranks"
+    ):
         check_ranks(config_of(1), SimpleNamespace(num_processes=1))
     alone.delenv("WORLD_SIZE")
     alone.setenv("OMPI_COMM_WORLD_SIZE", "4")
@@ -199,22 +232,40 @@ def test_a_run_says_how_its_ranks_share_the_model(ranks, size, said, alone, caps
 def test_shards_that_the_ranks_cannot_hold_are_refused(alone):
     alone.setenv("WORLD_SIZE", "4")
     ranks = SimpleNamespace(num_processes=4, print=print)
-    with pytest.raises(ValueError, match=r"^parallel.dp_shard_size: must divide the number of ranks, which is 4, g"):
+    with pytest.raises(
+        ValueError, match=r"^parallel.dp_shard_size: must divide the number of ranks, which is 4, g"
+    ):
         check_ranks(config_of(3), ranks)
 
 
-# With `-m burnish` torchrun starts what Accelerate does, which runs it with more variables in the environment, so that
-# one stands for both.
+# With `-m burnish` torchrun starts what Accelerate does, which runs it with more variables in the
+# environment, so that one stands for both.
 LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--nproc_per_node=2", "--no-python", sys.executable, "-m", "burnish"],
-    "accelerate launch": ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "-m", "burnish"],
+    "torchrun": [
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--no-python",
+        sys.executable,
+        "-m",
+        "burnish",
+    ],
+    "accelerate launch": [
+        "accelerate.commands.launch",
+        "--multi_gpu",
+        "--num_processes=2",
+        "-m",
+        "burnish",
+    ],
 }
 
 
 @pytest.mark.parametrize("launcher", [exhaustive("torchrun"), slow("accelerate launch")])
 def test_a_launcher_starts_ranks_that_share_one_model(launcher, alone, tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(6)]
-    fields = {"model": save_model(tmp_path / "start"), "data": write_rows(tmp_path / "rows.jsonl", rows)}
+    fields = {
+        "model": save_model(tmp_path / "start"),
+        "data": write_rows(tmp_path / "rows.jsonl", rows),
+    }
     fields |= {"output": tmp_path / "run", "steps": 2, "batch_size": 3, "parallel.dp_shard_size": 2}
     flags = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # no GPU, and no variable that says so

@@ -34,7 +34,13 @@ DAMAGED = {
 def settings(tmp_path):
     data = write_rows(tmp_path / "pairs.jsonl", sums(8))
     model = save_model(tmp_path / "start")
-    return {"model": str(model), "data": str(data), "output": str(tmp_path / "run"), "batch_size": 2, "steps": 3}
+    return {
+        "model": str(model),
+        "data": str(data),
+        "output": str(tmp_path / "run"),
+        "batch_size": 2,
+        "steps": 3,
+    }
 
 
 def recorded(tmp_path):
@@ -54,14 +60,30 @@ def test_a_run_records_what_it_was_before_its_first_step_and_how_it_ended(settin
             assert "ended" not in entry
     (ended,) = recorded(tmp_path)
     assert ended.pop("ended").keys() == {"time", "step"} and ended == entry
-    assert entry["recipe"] == "dpo" and entry["seed"] == 5 and entry["steps"] == 3 and entry["resumed_from"] == 0
+    assert (
+        entry["recipe"] == "dpo"
+        and entry["seed"] == 5
+        and entry["steps"] == 3
+        and entry["resumed_from"] == 0
+    )
     assert "beta=0.25" in entry["call"] and "learning_rate" not in entry["call"]
-    assert entry["versions"]["torch"] == torch.__version__ and entry["versions"].keys() >= {"python", "transformers"}
+    assert entry["versions"]["torch"] == torch.__version__ and entry["versions"].keys() >= {
+        "python",
+        "transformers",
+    }
     assert entry["versions"]["burnish revision"] == git_revision()
     assert [rank["device"] for rank in entry["ranks"]] == ["cpu"]
-    assert entry["model"]["architecture"] == "LlamaForCausalLM" and entry["model"]["name"] == settings["model"]
+    assert (
+        entry["model"]["architecture"] == "LlamaForCausalLM"
+        and entry["model"]["name"] == settings["model"]
+    )
     (part,), (held_out,) = entry["data"], entry["eval_data"]
-    assert (part["source"], part["read"], part["kept"], held_out["kept"]) == ("pairs.jsonl", 6, 6, 2)
+    assert (part["source"], part["read"], part["kept"], held_out["kept"]) == (
+        "pairs.jsonl",
+        6,
+        6,
+        2,
+    )
     assert part["tokens"] > part["trained_tokens"] > 0
     assert (tmp_path / "run/run.json").stat().st_mode & 0o777 == 0o600
 
@@ -82,7 +104,10 @@ def test_each_part_of_a_mixture_has_its_account_and_digest(settings, tmp_path):
     other = write_rows(tmp_path / "other.jsonl", sums(4, seed=1))
     open_dpo(DPO(**{**settings, "data": [settings["data"], str(other)]})).train()
     parts = recorded(tmp_path)[0]["data"]
-    assert [(part["source"], part["read"]) for part in parts] == [("pairs.jsonl", 8), ("other.jsonl", 4)]
+    assert [(part["source"], part["read"]) for part in parts] == [
+        ("pairs.jsonl", 8),
+        ("other.jsonl", 4),
+    ]
     assert len({part["sha256"] for part in parts}) == 2
 
 
@@ -137,8 +162,12 @@ def test_a_run_without_a_directory_records_nothing(settings, tmp_path, monkeypat
 
 
 def test_the_main_process_records_the_devices_of_all_ranks_and_writes_the_card(settings, tmp_path):
-    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)])
-    for status, printed in run_forked(2, "rank_ended", settings["model"], str(rows), str(tmp_path / "run"), 2):
+    rows = write_rows(
+        tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
+    )
+    for status, printed in run_forked(
+        2, "rank_ended", settings["model"], str(rows), str(tmp_path / "run"), 2
+    ):
         assert status == 0, printed[-3000:]
     (entry,) = recorded(tmp_path)
     assert [rank["device"] for rank in entry["ranks"]] == ["cpu", "cpu"]
@@ -147,7 +176,13 @@ def test_the_main_process_records_the_devices_of_all_ranks_and_writes_the_card(s
 
 
 def test_a_command_is_recorded_without_its_secrets():
-    words = ["burnish", "grpo", "--judge.api_key", "swordfish-77", "--vllm.environment.HF_TOKEN=swordfish-78"]
+    words = [
+        "burnish",
+        "grpo",
+        "--judge.api_key",
+        "swordfish-77",
+        "--vllm.environment.HF_TOKEN=swordfish-78",
+    ]
     line = command_line([*words, "--url", "http://me:swordfish-79@host", "--steps", "3"])
     assert "swordfish" not in line and line.count(MARK) == 3
     assert line.startswith("burnish grpo --judge.api_key") and line.endswith("--steps 3")
@@ -170,16 +205,36 @@ def test_a_recipe_is_recorded_by_its_name(recipe):
 
 def test_data_of_the_hub_are_recorded_with_their_commit():
     commit = "0123456789abcdef0123456789abcdef01234567"
-    files = {f"hf://datasets/trl-lib/pairs@{commit}/data/train.parquet": {"num_bytes": 1, "checksum": None}}
+    files = {
+        f"hf://datasets/trl-lib/pairs@{commit}/data/train.parquet": {
+            "num_bytes": 1,
+            "checksum": None,
+        }
+    }
     dataset = Dataset.from_list([{"x": 1}], info=DatasetInfo(download_checksums=files))
     assert hub_revision(dataset.select([0])) == commit
     assert hub_revision(Dataset.from_list([{"x": 1}])) is None
 
 
 def test_a_changed_checkout_is_told_from_its_commit(tmp_path):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    git = [
+        "git",
+        "-C",
+        str(tmp_path),
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b.c",
+        "-c",
+        "commit.gpgsign=false",
+    ]
     (tmp_path / "file").write_text("one")
-    for words in (["init", "-q"], ["add", "file"], ["commit", "-qm", "first"], ["tag", "-a", "v1", "-m", "v1"]):
+    for words in (
+        ["init", "-q"],
+        ["add", "file"],
+        ["commit", "-qm", "first"],
+        ["tag", "-a", "v1", "-m", "v1"],
+    ):
         subprocess.run([*git, *words], check=True)
     revision = git_revision(tmp_path)
     assert re.fullmatch("[0-9a-f]{40}", revision)

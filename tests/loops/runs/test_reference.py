@@ -66,7 +66,9 @@ def test_a_policy_in_a_wrapper_that_distributes_it_is_copied_as_itself(batch):
     assert torch.equal(frozen_copy(wrapper)(batch), policy(batch).logprob)
 
 
-@pytest.mark.parametrize("fields", [{}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"init_lora_weights": "pissa"}, {"modules_to_save": ["lm_head"]}], ids=str
+)
 def test_a_copy_of_the_adapters_is_the_policy_as_it_was_and_trains_nothing_else(batch, fields):
     lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "up_proj"], **fields)
     policy = Policy(get_peft_model(make_model("llama", dtype=torch.float32), lora))
@@ -83,20 +85,36 @@ def test_a_copy_of_the_adapters_is_the_policy_as_it_was_and_trains_nothing_else(
     reference = adapters_copy(policy)
     assert torch.equal(policy(batch).logprob, before) and torch.equal(reference(batch), before)
     change()
-    assert torch.equal(reference(batch), before) and not torch.allclose(policy(batch).logprob, before)
-    assert [name for name, parameter in policy.named_parameters() if parameter.requires_grad] == trained
+    assert torch.equal(reference(batch), before) and not torch.allclose(
+        policy(batch).logprob, before
+    )
+    assert [
+        name for name, parameter in policy.named_parameters() if parameter.requires_grad
+    ] == trained
     if "init_lora_weights" in fields:
-        with pytest.raises(ValueError, match="init_lora_weights=pissa changed the base model; use auto"):
+        with pytest.raises(
+            ValueError, match="init_lora_weights=pissa changed the base model; use auto"
+        ):
             adapters_off(policy)
 
 
 @pytest.mark.parametrize("kind", ["auto", "precompute"])
 def test_dropout_of_adapters_that_go_on_is_none_of_the_reference(kind, tmp_path):
-    lora = LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.5, init_lora_weights=False, target_modules=["up_proj"])
+    lora = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=2,
+        lora_dropout=0.5,
+        init_lora_weights=False,
+        target_modules=["up_proj"],
+    )
     start, data = save_model(tmp_path / "start"), write_rows(tmp_path / "x.jsonl", sums(8))
-    get_peft_model(AutoModelForCausalLM.from_pretrained(start), lora).save_pretrained(tmp_path / "adapter")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(start), lora).save_pretrained(
+        tmp_path / "adapter"
+    )
     lora = Lora(path=str(tmp_path / "adapter"))
-    context = open_run(DPO(str(start), str(data), str(tmp_path / "run"), lora=lora), encode_preference)
+    context = open_run(
+        DPO(str(start), str(data), str(tmp_path / "run"), lora=lora), encode_preference
+    )
     reference, columns = context.reference(kind)
     (batch,) = context.feed(context.data, whole=True, per_token=(columns,))(0)
     assert context.model.model.training
@@ -107,10 +125,17 @@ def test_dropout_of_adapters_that_go_on_is_none_of_the_reference(kind, tmp_path)
 
 @pytest.mark.filterwarnings("ignore")
 def test_an_adapter_goes_on_from_where_it_was_with_itself_as_the_reference(tmp_path):
-    """DPO from an adapter begins at a margin of 0, and ends the same when it was killed in between."""
-    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "x.jsonl", sums(24)))}
+    """DPO from an adapter begins at a margin of 0, and ends the same when it was killed in
+    between.
+    """
+    fields = {
+        "model": str(save_model(tmp_path / "start")),
+        "data": str(write_rows(tmp_path / "x.jsonl", sums(24))),
+    }
     first = tmp_path / "first"
-    open_dpo(DPO(**fields, output=str(first), steps=3, batch_size=4, learning_rate=1e-2, lora=Lora(r=2))).train()
+    open_dpo(
+        DPO(**fields, output=str(first), steps=3, batch_size=4, learning_rate=1e-2, lora=Lora(r=2))
+    ).train()
     fields |= {"lora": {"path": str(first / "adapter")}, "eval_data": fields["data"]}
     (whole, again), (metrics, metrics_again) = resumed(fields, tmp_path / "second", "dpo")
     assert whole == again and metrics == metrics_again
@@ -133,7 +158,10 @@ def test_a_reference_that_follows_is_the_loop_written_by_hand(alpha):
     """TR-DPO (arXiv:2404.09656): every 2 steps ref <- alpha policy + (1 - alpha) ref."""
     policy, by_hand = (Policy(make_model("llama")) for _ in range(2))
     batches = [collate(make_examples(1, seed=seed)) for seed in range(5)]
-    synced, frozen = SyncedReference(policy, interval=2, alpha=alpha), copy.deepcopy(by_hand).requires_grad_(False)
+    synced, frozen = (
+        SyncedReference(policy, interval=2, alpha=alpha),
+        copy.deepcopy(by_hand).requires_grad_(False),
+    )
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (policy, by_hand))
     for step, batch in enumerate(batches, 1):
         dpo_loss(policy, synced, batch).backward()
@@ -153,40 +181,62 @@ def test_a_reference_that_follows_is_the_loop_written_by_hand(alpha):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reference_that_follows_is_part_of_a_checkpoint(dtype, tmp_path):
-    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "x.jsonl", sums(24)))}
-    fields |= {"ref_model_sync_steps": 2, "eval_data": fields["data"], "eval_every": 2, "dtype": dtype}
-    (whole, again), (metrics, metrics_again) = resumed({**fields, "ref_model_mixup_alpha": 1.0}, tmp_path, "dpo")
+    fields = {
+        "model": str(save_model(tmp_path / "start")),
+        "data": str(write_rows(tmp_path / "x.jsonl", sums(24))),
+    }
+    fields |= {
+        "ref_model_sync_steps": 2,
+        "eval_data": fields["data"],
+        "eval_every": 2,
+        "dtype": dtype,
+    }
+    (whole, again), (metrics, metrics_again) = resumed(
+        {**fields, "ref_model_mixup_alpha": 1.0}, tmp_path, "dpo"
+    )
     assert whole == again and metrics == metrics_again
     for line in metrics:
         if "eval/loss" in line and line["step"] % 2 == 0:  # it is the policy, after its step
             assert line["eval/loss"] == pytest.approx(math.log(2), abs=1e-5)
-    (unsynced, _), (still, _) = resumed({**fields, "ref_model_sync_steps": None}, tmp_path / "still", "dpo")
+    (unsynced, _), (still, _) = resumed(
+        {**fields, "ref_model_sync_steps": None}, tmp_path / "still", "dpo"
+    )
     assert unsynced != whole and still[-1]["eval/loss"] < math.log(2) - 1e-3
 
 
 @pytest.mark.parametrize("kind", ["auto", "precompute"])
 def test_another_model_is_the_reference(kind, tmp_path):
-    fields = {"model": str(save_model(tmp_path / "start")), "data": str(write_rows(tmp_path / "x.jsonl", sums(8)))}
+    fields = {
+        "model": str(save_model(tmp_path / "start")),
+        "data": str(write_rows(tmp_path / "x.jsonl", sums(8))),
+    }
     other = save_model(tmp_path / "other", seed=1)
-    config = DPO(**fields, output=str(tmp_path / "run"), ref_model=str(other), reference=kind, lora=Lora(r=2))
+    config = DPO(
+        **fields, output=str(tmp_path / "run"), ref_model=str(other), reference=kind, lora=Lora(r=2)
+    )
     context = open_run(config, encode_preference)
     reference, columns = context.reference(kind)
     expected = Policy(AutoModelForCausalLM.from_pretrained(other))
     (batch,) = context.feed(context.data, whole=True, per_token=(columns,))(0)
-    torch.testing.assert_close(reference(batch), expected(batch).logprob.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        reference(batch), expected(batch).logprob.detach(), rtol=0, atol=1e-5
+    )
     assert not reference(batch).requires_grad
     assert not torch.allclose(reference(batch), context.model(batch).logprob, atol=0.1)
 
 
 def test_adapters_off_wants_adapters():
-    with pytest.raises(ValueError, match="wanted a model wrapped by peft; without adapters use frozen_copy"):
+    with pytest.raises(
+        ValueError, match="wanted a model wrapped by peft; without adapters use frozen_copy"
+    ):
         adapters_off(Policy(make_model("llama")))
 
 
 def test_precomputed_log_probs_belong_to_their_examples(tmp_path):
     reference, examples = frozen_copy(Policy(make_model("llama"))), make_examples(5)
     feed = SimpleNamespace(
-        plan=lambda step: [[3, 0], [], [4, 1, 2]], batch=lambda indices: collate([examples[i] for i in indices])
+        plan=lambda step: [[3, 0], [], [4, 1, 2]],
+        batch=lambda indices: collate([examples[i] for i in indices]),
     )
     compute = lambda batch: {"logprob": reference(batch)}  # noqa: E731
     tensors, metadata = stored_tokens(tmp_path / "cache", feed, compute, Accelerator(), True)
@@ -198,17 +248,23 @@ def test_precomputed_log_probs_belong_to_their_examples(tmp_path):
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_precomputed_reference_is_computed_once_in_a_run_and_anew_in_another(tmp_path, resume):
     policy, examples = Policy(make_model("llama")), make_examples(5)
-    data = Dataset.from_dict({name: [getattr(example, name) for example in examples] for name in Example._fields})
+    data = Dataset.from_dict(
+        {name: [getattr(example, name) for example in examples] for name in Example._fields}
+    )
     (tmp_path / "config.yaml").touch()  # compared when the run was opened
     config = DPO(model="", data="", output=str(tmp_path), resume=resume)
     context = RunContext(config, Accelerator(), None, policy, data)
     _, columns = context.reference("precompute")
     computed = columns(data)["ref_logprob"]
-    torch.testing.assert_close(torch.cat(list(computed)), policy(collate(examples)).logprob.detach())
+    torch.testing.assert_close(
+        torch.cat(list(computed)), policy(collate(examples)).logprob.detach()
+    )
     with torch.no_grad():
         for parameter in policy.parameters():
             parameter.mul_(1.1)
-    assert resume == all(torch.equal(a, b) for a, b in zip(computed, columns(data)["ref_logprob"], strict=True))
+    assert resume == all(
+        torch.equal(a, b) for a, b in zip(computed, columns(data)["ref_logprob"], strict=True)
+    )
 
 
 def test_log_probs_of_a_run_that_was_never_begun_are_not_those_of_the_next(tmp_path):
@@ -216,4 +272,6 @@ def test_log_probs_of_a_run_that_was_never_begun_are_not_those_of_the_next(tmp_p
     settings = {"data": sums(4), "output": str(tmp_path / "run"), "batch_size": 4, "steps": 1}
     open_dpo(DPO(first, reference="precompute", **settings))
     resumed = {**settings, "resume": True}  # nothing says which settings left the file
-    assert open_dpo(DPO(second, reference="precompute", **resumed)).train()["loss"] == pytest.approx(math.log(2))
+    assert open_dpo(DPO(second, reference="precompute", **resumed)).train()[
+        "loss"
+    ] == pytest.approx(math.log(2))

@@ -8,7 +8,14 @@ import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
 from burnish.loops.config import Common
-from burnish.loops.runs.report import draw_curves, entries, journal, most_important, read_curves, written
+from burnish.loops.runs.report import (
+    draw_curves,
+    entries,
+    journal,
+    most_important,
+    read_curves,
+    written,
+)
 from matplotlib.figure import Figure
 
 
@@ -16,7 +23,10 @@ from matplotlib.figure import Figure
 def metrics(tmp_path):
     """Metrics of a recipe that has more than there is room for."""
     many = {f"sampling/{i}": float(i) for i in range(30)}
-    steps = [{"step": step, "tokens": 9.0, **many, "loss": 1 / step, "reward": step, "kl": 0.1} for step in (1, 2)]
+    steps = [
+        {"step": step, "tokens": 9.0, **many, "loss": 1 / step, "reward": step, "kl": 0.1}
+        for step in (1, 2)
+    ]
     steps[1] |= {"eval/loss": 0.4, "eval/accuracy": 0.5, "sampling/7": float("inf")}
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
@@ -39,7 +49,9 @@ def test_the_picture_has_a_panel_for_each(metrics, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: drawn.append(figure))
     draw_curves(metrics, tmp_path / "curves.png")
-    assert [axis.get_title() for axis in drawn[0].axes] == list(most_important(read_curves(metrics)))
+    assert [axis.get_title() for axis in drawn[0].axes] == list(
+        most_important(read_curves(metrics))
+    )
     assert [line.get_label() for line in drawn[0].axes[0].lines] == ["training", "held out"]
 
 
@@ -50,7 +62,9 @@ def test_a_run_without_metrics_has_no_picture(tmp_path):
 
 
 def test_single_points_are_no_curve(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.7, "grad_norm": 1.0}) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(
+        json.dumps({"step": 1, "loss": 0.7, "grad_norm": 1.0}) + "\n"
+    )
     draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()
 
@@ -61,14 +75,18 @@ def test_a_resumed_journal_takes_back_the_steps_after_and_half_a_line(tmp_path):
     config = Common("model", "data", str(tmp_path))
     with journal(tmp_path, 2, 3, Accelerator(), config, steps_per_epoch=1.0) as log:
         log(3, {"loss": 0.4})
-    assert (tmp_path / "metrics.jsonl").read_text() == "".join(lines[:2]) + '{"step": 3, "loss": 0.4}\n'
+    assert (tmp_path / "metrics.jsonl").read_text() == "".join(
+        lines[:2]
+    ) + '{"step": 3, "loss": 0.4}\n'
 
 
 def test_ranks_can_still_meet_when_the_trackers_have_finished(tmp_path):
     accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        with journal(tmp_path, 0, 1, accelerator, Common("model", "data", str(tmp_path)), steps_per_epoch=1.0):
+        with journal(
+            tmp_path, 0, 1, accelerator, Common("model", "data", str(tmp_path)), steps_per_epoch=1.0
+        ):
             pass
         assert dist.is_initialized()
     finally:
@@ -91,7 +109,9 @@ DAMAGED = [
 
 @pytest.mark.parametrize("line", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_line_of_the_journal_that_cannot_be_read_is_set_aside_and_counted(line, tmp_path, caplog):
-    good = [json.dumps({"step": step, "loss": 0.5, "input_tokens": 10.0}).encode() for step in (1, 2, 3)]
+    good = [
+        json.dumps({"step": step, "loss": 0.5, "input_tokens": 10.0}).encode() for step in (1, 2, 3)
+    ]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([good[0], line, *good[1:], b""]))
     assert read_curves(path)["loss"] == {"training": [(1, 0.5), (2, 0.5), (3, 0.5)]}
@@ -99,7 +119,9 @@ def test_a_line_of_the_journal_that_cannot_be_read_is_set_aside_and_counted(line
     config = Common("model", "data", str(tmp_path))
     with journal(tmp_path, 2, 3, Accelerator(), config, steps_per_epoch=1.0) as log:
         log(3, {"loss": 0.25})
-    assert path.read_bytes().splitlines()[:2] == good[:2] and len(path.read_bytes().splitlines()) == 3
+    assert (
+        path.read_bytes().splitlines()[:2] == good[:2] and len(path.read_bytes().splitlines()) == 3
+    )
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == line + b"\n"
     (warning,) = [record.getMessage() for record in caplog.records]
     assert "1 of its lines can't be read and are in metrics.jsonl.damaged" in warning
@@ -138,7 +160,9 @@ def test_a_long_journal_is_taken_back_in_bounded_memory(tmp_path):
 
 def test_the_journal_is_on_the_disk_at_the_end_of_a_run_that_stops(tmp_path, monkeypatch):
     synced, usual = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), usual(file)))
+    monkeypatch.setattr(
+        os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), usual(file))
+    )
     config = Common("model", "data", str(tmp_path))
     with journal(tmp_path, 0, 9, Accelerator(), config, steps_per_epoch=1.0) as log:
         for step in (1, 2, 3):

@@ -8,7 +8,9 @@ from tiny import save_model, sums, write_rows
 
 @pytest.fixture
 def config(tmp_path):
-    """A run whose every kind of state matters: shuffled epochs, a schedule, momentum, adapters with dropout."""
+    """A run whose every kind of state matters: shuffled epochs, a schedule, momentum, adapters with
+    dropout.
+    """
     return {
         "model": str(save_model(tmp_path / "start")),
         "data": str(write_rows(tmp_path / "pairs.jsonl", sums(50))),
@@ -41,7 +43,9 @@ def test_dpo_with_adapters_and_dropout_survives_kills(kills, config):
 
 
 @kills(3)
-def test_sft_on_a_mixture_survives_a_truncated_newest_checkpoint_and_says_so(kills, config, tmp_path):
+def test_sft_on_a_mixture_survives_a_truncated_newest_checkpoint_and_says_so(
+    kills, config, tmp_path
+):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(50)]
     parts = {"most": rows[:30], "least": rows[30:]}
     parts = {

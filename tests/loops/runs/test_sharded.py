@@ -1,4 +1,6 @@
-"""Whole runs whose weights, gradients and optimizer state are in shards end where one process does."""
+"""Whole runs whose weights, gradients and optimizer state are in shards end where one process
+does.
+"""
 
 import functools
 import json
@@ -28,13 +30,17 @@ from transformers import AutoModelForCausalLM
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 QUICK = ("sft", "dpo")
-# What is wrapped, gathered or saved in a way of its own; others differ in what a rank does with its rows, and end in
-# shards where one process does in test_recipes_resharded. So do four ranks there; those that gather and sum in other
-# groups are here: a policy alone and beside its reference or teacher, two names of one weight, adapters and a new head.
+# What is wrapped, gathered or saved in a way of its own; others differ in what a rank does with its
+# rows, and end in shards where one process does in test_recipes_resharded. So do four ranks there;
+# those that gather and sum in other groups are here: a policy alone and beside its reference or
+# teacher, two names of one weight, adapters and a new head.
 WRAPPED = ("dpo_adapters", "dpo_adapters_copy", "dpo_tied", "reward_adapters", "distill_top_k")
 ROWS = ("kto", "distill", "dpo_precomputed", "orpo", "cpo", "reward", "prm", "grpo")
 FOUR, FOUR_REST = ("kto", "distill"), ("sft", "dpo")
-PAIRED, PAIRED_REST = ("sft", "dpo", "dpo_tied", "reward_adapters"), ("kto", "distill", "dpo_adapters_copy", "grpo")
+PAIRED, PAIRED_REST = (
+    ("sft", "dpo", "dpo_tied", "reward_adapters"),
+    ("kto", "distill", "dpo_adapters_copy", "grpo"),
+)
 CASES = [
     *each_of(QUICK, 2, 2),
     *each_of(WRAPPED, 2, 2, marks=slow),
@@ -44,7 +50,8 @@ CASES = [
     *each_of(FOUR_REST, 4, 4, marks=exhaustive),
     *each_of(PAIRED_REST, 4, 2, marks=exhaustive),
 ]
-# Split over two, in copies or shards. Ranks that split a model have the same rows, whatever these are.
+# Split over two, in copies or shards. Ranks that split a model have the same rows, whatever these
+# are.
 SPLIT_CASES = [
     *each_of(("sft",), 2, 1),
     *each_of(("kto", "distill", "dpo_tied", "reward", "distill_top_k"), 2, 1, marks=slow),
@@ -54,14 +61,15 @@ SPLIT_CASES = [
     *each_of(("dpo", "kto"), 4, 1, marks=exhaustive),
     *each_of(("sft", "dpo", "distill"), 4, 2, marks=exhaustive),
 ]
-MIXED = [pytest.param("dpo", marks=slow), pytest.param("sft", marks=exhaustive)]  # a policy and its reference; a policy
+# a policy and its reference; a policy
+MIXED = [pytest.param("dpo", marks=slow), pytest.param("sft", marks=exhaustive)]
 OTHERS = tuple(name for name in FAMILIES if name not in DISTINCT)
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """``trained(names, ranks, shards, tp_size)`` is the directory of the directories of these runs, and of what was
-    printed."""
+    """``trained(names, ranks, shards, tp_size)`` is the directory of the directories of these runs,
+    and of what was printed."""
 
     return partial(runs_on, tmp_path_factory)
 
@@ -79,12 +87,16 @@ def alone(trained):
 
 
 @pytest.mark.parametrize(("name", "names", "ranks", "shards"), CASES)
-def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(name, names, ranks, shards, trained, alone):
+def test_a_run_in_shards_ends_at_the_weights_and_metrics_of_one_process(
+    name, names, ranks, shards, trained, alone
+):
     assert_same_end(alone(name), trained(names, ranks, shards) / name)
 
 
 @pytest.mark.parametrize(("name", "names", "ranks", "shards"), SPLIT_CASES)
-def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, names, ranks, shards, trained, alone):
+def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(
+    name, names, ranks, shards, trained, alone
+):
     several = trained(names, ranks, shards, 2)
     assert_same_end(alone(name), several / name)
     size = ranks // shards // 2
@@ -103,27 +115,40 @@ def test_a_run_in_slices_ends_at_the_weights_and_metrics_of_one_process(name, na
         pytest.param(ROWS, 2, 2, marks=exhaustive),
     ],
 )
-def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(names, ranks, shards, trained, alone):
+def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(
+    names, ranks, shards, trained, alone
+):
     several = trained(names, ranks, shards)
     for name in set(names).difference(
         SAMPLING
     ):  # of references and teachers, too; to sample, each rank has a whole copy
-        (most,), (held,) = (json.loads((run / "most.json").read_text()) for run in (alone(name), several / name))
+        (most,), (held,) = (
+            json.loads((run / "most.json").read_text()) for run in (alone(name), several / name)
+        )
         assert held <= 1.1 * most / shards, name
-    copies = "one copy of the model, sharded" if ranks == shards else "2 copies of the model, each sharded"
+    copies = (
+        "one copy of the model, sharded"
+        if ranks == shards
+        else "2 copies of the model, each sharded"
+    )
     assert f"{ranks} ranks: {copies} over {shards}\n" in (several / "printed.txt").read_text()
 
 
 @pytest.mark.parametrize("recipe", MIXED)
-def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(recipe, trained):
+def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(
+    recipe, trained
+):
     name = f"{recipe}_bfloat16"
-    copies, shards = (trained((name,), 2, size) / name / "model/model.safetensors" for size in (1, 2))
+    copies, shards = (
+        trained((name,), 2, size) / name / "model/model.safetensors" for size in (1, 2)
+    )
     start = load_file(copies.parents[3] / "sharded-start/bfloat16/model.safetensors")
     copies, shards = load_file(copies), load_file(shards)
     assert {weight.dtype for weight in shards.values()} == {torch.bfloat16}
     for key, weight in copies.items():
         moved = (weight - start[key]).double().norm()
-        # The order of sums over micro-batches and ranks is another one, which rounding to bfloat16 mostly hides.
+        # The order of sums over micro-batches and ranks is another one, which rounding to bfloat16
+        # mostly hides.
         assert moved > 0 and (shards[key] - weight).double().norm() <= 0.01 * moved, key
 
 
@@ -145,15 +170,22 @@ def test_bfloat16_on_two_ranks_ends_as_near_to_float32_as_in_one_process(
 
 
 @pytest.mark.slow
-def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_probs_of_one_process(trained, alone):
+def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_probs_of_one_process(
+    trained, alone
+):
     one, two = alone("dpo_adapters"), trained(WRAPPED, 2, 2) / "dpo_adapters"
     batch = collate(make_examples(3))
 
     def logprobs(model):
         return Policy(model)(batch).logprob
 
-    start = AutoModelForCausalLM.from_pretrained(one / "../../sharded-start/start", dtype=torch.float64)
-    before, expected = logprobs(start), logprobs(AutoModelForCausalLM.from_pretrained(one / "model", dtype="auto"))
+    start = AutoModelForCausalLM.from_pretrained(
+        one / "../../sharded-start/start", dtype=torch.float64
+    )
+    before, expected = (
+        logprobs(start),
+        logprobs(AutoModelForCausalLM.from_pretrained(one / "model", dtype="auto")),
+    )
     assert (expected - before).abs().max() > 1e-3
     loaded = AutoModelForCausalLM.from_pretrained(two / "model", dtype="auto")
     torch.testing.assert_close(logprobs(loaded), expected, rtol=0, atol=EXACT)
@@ -163,20 +195,26 @@ def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_p
 
 @pytest.fixture(scope="session")
 def split(tmp_path_factory):
-    """``split(families)`` is what two ranks found that split a model of each, see `split.be_rank`."""
+    """``split(families)`` is what two ranks found that split a model of each, see
+    `split.be_rank`.
+    """
     return functools.cache(partial(found_by_ranks, tmp_path_factory, 2, "split"))
 
 
-@pytest.mark.parametrize("family", [*DISTINCT, *(pytest.param(family, marks=slow) for family in OTHERS)])
+@pytest.mark.parametrize(
+    "family", [*DISTINCT, *(pytest.param(family, marks=slow) for family in OTHERS)]
+)
 def test_a_model_in_slices_has_the_log_probs_and_gradients_of_the_whole(family, split):
     results = split(DISTINCT if family in DISTINCT else OTHERS)["families"][family]
     assert results["largest"] > 1e-3  # of the smallest gradient
-    exact = 1e-6 if family == "gemma3" else EXACT  # it computes its norms of heads, and their gradient, in float32
+    # it computes its norms of heads, and their gradient, in float32
+    exact = 1e-6 if family == "gemma3" else EXACT
     for name, difference in results["differences"].items():
         assert difference <= exact * results["largest"], name
     assert results["norm"] == pytest.approx(results["expected_norm"], rel=exact)
     assert results["held"] == results["outside"] + results["split"] / 2 and results["split"] > 0
-    assert results["layouts"][0] == results["layouts"][1]  # rounding to bfloat16 is not taken for a wrong layout
+    # rounding to bfloat16 is not taken for a wrong layout
+    assert results["layouts"][0] == results["layouts"][1]
 
 
 @pytest.mark.parametrize("refused", REFUSED)
@@ -193,10 +231,16 @@ def test_no_module_computes_with_weights_that_were_not_gathered_for_it(split):
 
 def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    ranks, start = SimpleNamespace(num_processes=4, print=print), {"model": "", "data": "", "output": ""}
+    ranks, start = (
+        SimpleNamespace(num_processes=4, print=print),
+        {"model": "", "data": "", "output": ""},
+    )
     for parallel, message in (
         (Parallel(1, 3), "must divide the number of ranks, which is 4, got 3"),
-        (Parallel(4, 2), "times dp_shard_size=4, must divide the number of ranks, which is 4, got 8"),
+        (
+            Parallel(4, 2),
+            "times dp_shard_size=4, must divide the number of ranks, which is 4, got 8",
+        ),
     ):
         with pytest.raises(ValueError, match=r"^parallel\.tp_size: ") as error:
             check_ranks(SFT(**start, parallel=parallel), ranks)
@@ -205,7 +249,11 @@ def test_slices_that_the_ranks_or_recipes_cannot_hold_are_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained, tmp_path):
-    start, whole, noisy = trained(("sft",)).parent / "sharded-start", tmp_path / "whole", {"neftune_noise_alpha": 5.0}
+    start, whole, noisy = (
+        trained(("sft",)).parent / "sharded-start",
+        tmp_path / "whole",
+        {"neftune_noise_alpha": 5.0},
+    )
 
     def run(ranks, directory, **orders):
         runs = [("sft", str(directory), {**noisy, **orders})]
@@ -222,8 +270,12 @@ def test_a_run_in_slices_goes_on_in_one_process_and_the_other_way_round(trained,
         assert_same_end(whole, directory)  # with the same noise
 
 
-# Configuration files of Accelerate, as TRL carries them; what each is refused by, and the settings to use instead.
-FSDP = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True}}
+# Configuration files of Accelerate, as TRL carries them; what each is refused by, and the settings
+# to use instead.
+FSDP = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_cpu_ram_efficient_loading": True},
+}
 MESH = {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1}
 CHECKPOINTED = {"fsdp_activation_checkpointing": True, "fsdp_offload_params": True}
 CONFIGS = {
@@ -250,22 +302,38 @@ def config_of_accelerate(directory, content):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_file_of_accelerate_is_refused_by_a_name_with_the_same_settings(name, tmp_path, monkeypatch):
+def test_a_configuration_file_of_accelerate_is_refused_by_a_name_with_the_same_settings(
+    name, tmp_path, monkeypatch
+):
     content, wrapper, settings = CONFIGS[name]
     arguments, *_ = _validate_launch_command(
         launch_command_parser().parse_args(config_of_accelerate(tmp_path, content))
     )
-    for variable, value in (prepare_multi_gpu_env(arguments) | {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}).items():
+    for variable, value in (
+        prepare_multi_gpu_env(arguments) | {"WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    ).items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=rf"^ACCELERATE_USE_{wrapper}: .* shard the model by {re.escape(settings)}$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^ACCELERATE_USE_{wrapper}: .* shard the model by {re.escape(settings)}$",
+    ):
         check_launcher()
 
 
 def test_the_precision_of_a_configuration_file_of_accelerate_is_named_by_a_rank_that_it_starts(
     tmp_path, monkeypatch, capsys
 ):
-    data = write_rows(tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)])
-    paths = ["--model", str(save_model(tmp_path / "start")), "--data", str(data), "--output", str(tmp_path / "run")]
+    data = write_rows(
+        tmp_path / "rows.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(4)]
+    )
+    paths = [
+        "--model",
+        str(save_model(tmp_path / "start")),
+        "--data",
+        str(data),
+        "--output",
+        str(tmp_path / "run"),
+    ]
     flags = config_of_accelerate(tmp_path, {"distributed_type": "MULTI_GPU"})
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(flags))
     name = "ACCELERATE_MIXED_PRECISION"
@@ -282,21 +350,32 @@ def test_the_precision_of_a_configuration_file_of_accelerate_is_named_by_a_rank_
 def test_what_deepspeed_offloads_is_named_where_it_is_refused(kind, instead, monkeypatch):
     for variable, value in (("USE_DEEPSPEED", "true"), (f"DEEPSPEED_OFFLOAD_{kind}_DEVICE", "cpu")):
         monkeypatch.setenv(f"ACCELERATE_{variable}", value)
-    for variable, value in (("ACCELERATE_MIXED_PRECISION", "bf16"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "0")):
+    for variable, value in (
+        ("ACCELERATE_MIXED_PRECISION", "bf16"),
+        ("WORLD_SIZE", "8"),
+        ("LOCAL_RANK", "0"),
+    ):
         monkeypatch.setenv(variable, value)
     settings = f"--parallel.dp_shard_size 8 --dtype bfloat16{instead}$"
-    with pytest.raises(ValueError, match=f"^ACCELERATE_USE_DEEPSPEED: .* shard the model by {settings}"):
+    with pytest.raises(
+        ValueError, match=f"^ACCELERATE_USE_DEEPSPEED: .* shard the model by {settings}"
+    ):
         check_launcher()
 
 
 def test_the_precision_that_a_launcher_asks_for_is_that_of_the_run(monkeypatch):
-    ranks, start = SimpleNamespace(num_processes=1, print=print), {"model": "", "data": "", "output": ""}
+    ranks, start = (
+        SimpleNamespace(num_processes=1, print=print),
+        {"model": "", "data": "", "output": ""},
+    )
     for launched, computed in (("bf16", "bfloat16"), ("no", "bfloat16"), ("no", "float32")):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
         check_ranks(SFT(**start, dtype=computed), ranks)
     for launched, computed in (("bf16", "float32"), ("fp16", "float32"), ("fp8", "bfloat16")):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
-        with pytest.raises(ValueError, match=f"^dtype: accelerate launch asks for {launched}, got {computed}; pass"):
+        with pytest.raises(
+            ValueError, match=f"^dtype: accelerate launch asks for {launched}, got {computed}; pass"
+        ):
             check_ranks(SFT(**start, dtype=computed), ranks)
 
 
@@ -304,8 +383,8 @@ def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
     assert simulated["held"] == pytest.approx(simulated["parameters"] / 64)
     assert simulated["gradient"] == pytest.approx(simulated["parameters"] / 64)
     units = simulated["layers"] + 1
-    # Each unit is gathered before its forward and its backward pass of each of two micro-batches, and its gradient is
-    # reduced after each.
+    # Each unit is gathered before its forward and its backward pass of each of two micro-batches,
+    # and its gradient is reduced after each.
     counts = {"allgather": 4 * units, "reduce_scatter": 2 * units, "allreduce": 0}
     assert simulated["one copy"] == counts
     assert simulated["8 copies"] == counts | {"allreduce": 2 * units}
@@ -315,6 +394,7 @@ def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
 def test_under_autocast_layers_are_gathered_in_the_dtype_asked_for_and_gradients_summed_in_float32(
     param_dtype, simulated
 ):
-    gathered = {str(param_dtype or torch.float32), "torch.float32"}  # the embeddings always in their own
+    # the embeddings always in their own
+    gathered = {str(param_dtype or torch.float32), "torch.float32"}
     sent = {"allgather": sorted(gathered), "reduce_scatter": ["torch.float32"]}
     assert simulated[f"autocast {param_dtype}"] == sent

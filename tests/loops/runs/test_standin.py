@@ -1,14 +1,28 @@
-"""Whole runs on a stand-in for GPUs, which refuses what they refuse, end where runs on the CPU do."""
+"""Whole runs on a stand-in for GPUs, which refuses what they refuse, end where runs on the CPU
+do.
+"""
 
 import pytest
 import torch
 from sharded import assert_same_end, runs_on
 
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="this torch can't register devices from Python")
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="this torch can't register devices from Python"
+)
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
-# Offline, online, with values, adapters and a teacher. The judge of online_dpo computes in float32, which rounds.
+# Offline, online, with values, adapters and a teacher. The judge of online_dpo computes in float32,
+# which rounds.
 RECIPES = ("dpo", "grpo", "sft", "dpo_adapters", "kto", "reward", "distill_top_k", "ppo")
-REST = ("dpo_precomputed", "dpo_tied", "orpo", "cpo", "reward_adapters", "prm", "distill", "ppo_critic")
+REST = (
+    "dpo_precomputed",
+    "dpo_tied",
+    "orpo",
+    "cpo",
+    "reward_adapters",
+    "prm",
+    "distill",
+    "ppo_critic",
+)
 # Ranks, shards, tp_size, cp_size.
 WORLDS = [
     pytest.param((2, 2), ("dpo",), id="shards"),
@@ -24,7 +38,9 @@ WORLDS = [
 SETTINGS = [
     pytest.param({"optimizer": "muon", "neftune_noise_alpha": 5.0}, marks=slow),
     pytest.param({"offload_optimizer": True, "ref_model_sync_steps": 1}, marks=slow),
-    pytest.param({"gradient_checkpointing": "selective", "optimizer": "adafactor"}, marks=exhaustive),
+    pytest.param(
+        {"gradient_checkpointing": "selective", "optimizer": "adafactor"}, marks=exhaustive
+    ),
     pytest.param({"layout": "padded", "attention": "eager"}, marks=exhaustive),
 ]
 

@@ -1,4 +1,6 @@
-"""What a run leaves behind: at a signal a checkpoint to go on from, by the clock, and the best beside the newest."""
+"""What a run leaves behind: at a signal a checkpoint to go on from, by the clock, and the best
+beside the newest.
+"""
 
 import errno
 import itertools
@@ -31,7 +33,9 @@ STATUSES = {"SIGHUP": 129, "SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 75}
 
 @pytest.fixture(autouse=True)
 def sigint():
-    """The handler of a terminal: of a shell's background process SIGINT is ignored, and of its children."""
+    """The handler of a terminal: of a shell's background process SIGINT is ignored, and of its
+    children.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -58,7 +62,9 @@ def handlers():
 
 @pytest.fixture
 def not_ignored():
-    """SIGINT is ignored in what a shell runs in the background, SIGHUP under nohup; a run leaves ignored ones alone."""
+    """SIGINT is ignored in what a shell runs in the background, SIGHUP under nohup; a run leaves
+    ignored ones alone.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -69,7 +75,9 @@ def not_ignored():
 
 @pytest.mark.usefixtures("not_ignored")
 @pytest.mark.parametrize("name", STATUSES)
-def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(settings, name, capfd):
+def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(
+    settings, name, capfd
+):
     before = handlers()
     open_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"})).train()
     with in_step(2, lambda: send(name)), pytest.raises(Stopped) as stopped:
@@ -84,7 +92,9 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(s
     assert_undisturbed(settings)
 
 
-def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_the_source(tmp_path, monkeypatch):
+def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_the_source(
+    tmp_path, monkeypatch
+):
     config = {**prepare(tmp_path), "output": str(tmp_path / "run"), "steps": 3}
     open_grpo(GRPO(**{**config, "output": config["output"] + "-undisturbed"})).train()
     calls, closed, even, close = itertools.count(1), [], online.even, LocalSource.close
@@ -108,7 +118,9 @@ def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_t
     assert_undisturbed(config)
 
 
-def test_a_signal_stops_the_run_in_order_where_the_reader_of_its_errors_is_gone(settings, monkeypatch):
+def test_a_signal_stops_the_run_in_order_where_the_reader_of_its_errors_is_gone(
+    settings, monkeypatch
+):
     usual = os.write
 
     def write(descriptor, data):
@@ -189,7 +201,9 @@ with stop.signals(visible=True) as received:
 
 @pytest.mark.slow
 def test_the_command_exits_with_the_status_of_the_signal(settings):
-    """Of any: a run ends by an exception with its status, which is seen above; here nobody reads its output."""
+    """Of any: a run ends by an exception with its status, which is seen above; here nobody reads
+    its output.
+    """
     flags = [f"--{field}={value}" for field, value in {**settings, "steps": 100_000}.items()]
     command = [sys.executable, "-m", "burnish", "sft", *flags]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -201,16 +215,26 @@ def test_the_command_exits_with_the_status_of_the_signal(settings):
     _, errors = run.communicate(timeout=300)
     assert run.returncode == STATUSES["SIGUSR1"], errors
     (step,) = kept(settings)
-    assert errors.splitlines()[-1] == f"stopped at step {step} of 100000; continue with --resume true"
+    assert (
+        errors.splitlines()[-1] == f"stopped at step {step} of 100000; continue with --resume true"
+    )
 
 
 @pytest.mark.parametrize(
-    ("recipe", "name", "rank"), [("sft", "SIGUSR1", 1), slow("grpo", "SIGTERM", 1), slow("grpo", "SIGINT", 0)]
+    ("recipe", "name", "rank"),
+    [("sft", "SIGUSR1", 1), slow("grpo", "SIGTERM", 1), slow("grpo", "SIGINT", 0)],
 )
-def test_a_signal_that_reaches_one_rank_stops_all_at_the_same_step(settings, tmp_path, recipe, name, rank):
+def test_a_signal_that_reaches_one_rank_stops_all_at_the_same_step(
+    settings, tmp_path, recipe, name, rank
+):
     config = settings
     if recipe == "grpo":
-        online = {"epochs_per_rollout": 2, "minibatches": 2, "old_logprobs": "recomputed", "steps": 8}
+        online = {
+            "epochs_per_rollout": 2,
+            "minibatches": 2,
+            "old_logprobs": "recomputed",
+            "steps": 8,
+        }
         config = {**prepare(tmp_path), **online, "output": settings["output"]}
     config |= {"schedule": "cosine"}
     outcomes = run_forked(2, "signalled", recipe, config, name, 3, rank)
@@ -244,11 +268,15 @@ def test_checkpoints_are_saved_by_the_clock(settings, monkeypatch, minutes, save
 def in_background(monkeypatch):
     """Checkpoints are written as they are where an accelerator trains, by these."""
     savers = []
-    monkeypatch.setattr(checkpoint, "Saver", lambda background: savers.append(Saver(background=True)) or savers[-1])
+    monkeypatch.setattr(
+        checkpoint, "Saver", lambda background: savers.append(Saver(background=True)) or savers[-1]
+    )
     return savers
 
 
-def test_a_signal_and_the_end_wait_for_what_is_written_in_the_background(settings, in_background, capfd):
+def test_a_signal_and_the_end_wait_for_what_is_written_in_the_background(
+    settings, in_background, capfd
+):
     open_sft(SFT(**{**settings, "output": settings["output"] + "-undisturbed"})).train()
     with in_step(3, lambda: send("SIGTERM")), pytest.raises(Stopped):
         open_sft(SFT(**settings, save_every=1)).train()
@@ -273,7 +301,9 @@ def test_a_disk_that_is_full_in_the_background_ends_the_run_before_the_next_chec
             time.sleep(0.01)
 
     monkeypatch.setattr(storage, "write", full)
-    error = pytest.raises(checkpoint.CheckpointError, match=r"of step 40 could.*full.*step-00000020 is intact")
+    error = pytest.raises(
+        checkpoint.CheckpointError, match=r"of step 40 could.*full.*step-00000020 is intact"
+    )
     with in_step(41, until_failed), error:
         open_sft(SFT(**{**settings, "steps": 1000}, save_every=20)).train()
     assert kept(settings) == [20] and not list(Path(settings["output"]).glob("checkpoints/.*"))
@@ -312,11 +342,17 @@ def test_a_resumed_run_knows_the_best(held_out):
     ("metric", "change", "message"),
     [
         ("eval/los", {}, "keep_best: no metric 'eval/los', did you mean 'eval/loss'"),
-        ("loss", {}, "keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got 'loss'"),
+        (
+            "loss",
+            {},
+            "keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got 'loss'",
+        ),
         ("eval/loss", {"eval_data": None}, "got 'eval/loss' and no eval_data"),
     ],
 )
-def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(held_out, metric, change, message):
+def test_a_metric_that_is_not_measured_is_refused_before_the_first_step(
+    held_out, metric, change, message
+):
     with pytest.raises(ValueError, match=message):
         open_sft(SFT(**{**held_out, **change}, keep_best=metric)).train()
     assert kept(held_out) == []

@@ -1,4 +1,6 @@
-"""Runs whose rows are read when their step comes: the same on every number of ranks, and what can't be streamed."""
+"""Runs whose rows are read when their step comes: the same on every number of ranks, and what can't
+be streamed.
+"""
 
 import json
 
@@ -16,7 +18,10 @@ from tiny import save_model, sums, write_rows
 
 @pytest.fixture
 def config(tmp_path):
-    parts = [{"path": str(write_rows(tmp_path / f"{n}.jsonl", sums(n))), "weight": w} for n, w in ((9, 1.0), (4, 0.5))]
+    parts = [
+        {"path": str(write_rows(tmp_path / f"{n}.jsonl", sums(n))), "weight": w}
+        for n, w in ((9, 1.0), (4, 0.5))
+    ]
     return {
         "model": str(save_model(tmp_path / "start")),
         "data": parts,
@@ -30,7 +35,9 @@ def config(tmp_path):
     }
 
 
-def test_two_ranks_train_on_the_same_stream_as_one_and_go_on_where_they_were_stopped(config, tmp_path, capsys):
+def test_two_ranks_train_on_the_same_stream_as_one_and_go_on_where_they_were_stopped(
+    config, tmp_path, capsys
+):
     outcomes = run_forked(2, "signalled", "dpo", config, "SIGTERM", 3, 1)
     assert all(status == 0 for status, _ in outcomes), outcomes
     assert_undisturbed(config)
@@ -40,7 +47,8 @@ def test_two_ranks_train_on_the_same_stream_as_one_and_go_on_where_they_were_sto
     assert alone["grad_norm"] == pytest.approx(on_two["grad_norm"], rel=1e-9)
     account = capsys.readouterr().out
     assert "2 parts: 24 rows read, 24 kept" in account and "9.jsonl: " in account
-    assert outcomes[0][1].count("2 parts: 24 rows read, 24 kept") == 1  # undisturbed, and once of both ranks
+    # undisturbed, and once of both ranks
+    assert outcomes[0][1].count("2 parts: 24 rows read, 24 kept") == 1
 
 
 def test_a_stream_in_bfloat16_trains(config):
@@ -61,10 +69,30 @@ def test_completions_of_other_prompts_are_those_of_the_step(config):
 @pytest.mark.parametrize(
     ("kind", "open_recipe", "more", "message"),
     [
-        (SFT, open_sft, {"steps": None}, "streaming: wanted steps, as an epoch has no known length"),
-        (DPO, open_dpo, {"reference": "precompute"}, "streaming: ref_logprob can't be computed of all data before"),
-        (DPO, open_dpo, {"eval_data": 0.5}, "eval_data: rows can't be held out of data that are streamed"),
-        (GRPO, open_grpo, {"batch_size": ..., "rewards": {"exact_match": 1.0}}, "streaming: this recipe samples"),
+        (
+            SFT,
+            open_sft,
+            {"steps": None},
+            "streaming: wanted steps, as an epoch has no known length",
+        ),
+        (
+            DPO,
+            open_dpo,
+            {"reference": "precompute"},
+            "streaming: ref_logprob can't be computed of all data before",
+        ),
+        (
+            DPO,
+            open_dpo,
+            {"eval_data": 0.5},
+            "eval_data: rows can't be held out of data that are streamed",
+        ),
+        (
+            GRPO,
+            open_grpo,
+            {"batch_size": ..., "rewards": {"exact_match": 1.0}},
+            "streaming: this recipe samples",
+        ),
     ],
 )
 def test_what_can_not_be_streamed_is_refused(kind, open_recipe, more, message, config):

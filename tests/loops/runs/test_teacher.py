@@ -1,4 +1,6 @@
-"""Teachers: the divergence is that of whole distributions, from a model in memory or from what it said before."""
+"""Teachers: the divergence is that of whole distributions, from a model in memory or from what it
+said before.
+"""
 
 import json
 from functools import partial
@@ -22,15 +24,22 @@ def batch():
 
 
 def divergence_of_logits(student, teacher, batch, beta=BETA, temperature=TEMPERATURE):
-    """One sequence at a time through both models' own forward, over the vocabulary that both have."""
+    """One sequence at a time through both models' own forward, over the vocabulary that both
+    have.
+    """
     values = []
     for example in batch.examples:
         for completion, trained in zip(example.completions, example.trained, strict=True):
             ids = torch.tensor([example.prompt + completion])
-            s, t = ((model(ids).logits[0, :, :61] / temperature).log_softmax(-1) for model in (student, teacher))
+            s, t = (
+                (model(ids).logits[0, :, :61] / temperature).log_softmax(-1)
+                for model in (student, teacher)
+            )
             m = (beta * t.exp() + (1 - beta) * s.exp()).log()
             each = beta * (t.exp() * (t - m)).sum(-1) + (1 - beta) * (s.exp() * (s - m)).sum(-1)
-            values += [each[len(example.prompt) + i - 1] for i, marked in enumerate(trained) if marked]
+            values += [
+                each[len(example.prompt) + i - 1] for i, marked in enumerate(trained) if marked
+            ]
     return torch.stack(values)
 
 
@@ -52,7 +61,9 @@ def test_the_divergence_is_that_of_the_logits_whoever_can_fuse(batch, plain_stud
         for model, plain in ((student, plain_student), (teacher, plain_teacher))
     )
     assert (student.fused, teacher.fused) == (not plain_student, not plain_teacher)
-    teacher_outputs = teacher.teacher_outputs(batch, beta=BETA, temperature=TEMPERATURE, dense=plain_student)
+    teacher_outputs = teacher.teacher_outputs(
+        batch, beta=BETA, temperature=TEMPERATURE, dense=plain_student
+    )
     outputs = student(batch, teacher=teacher_outputs)
     torch.testing.assert_close(outputs.divergence, expected, rtol=1e-9, atol=1e-9)
     found = torch.autograd.grad(outputs.divergence.sum(), student.parameters())
@@ -121,15 +132,21 @@ def test_what_a_run_stored_that_was_never_begun_is_not_what_the_next_learns_from
     student, *teachers = (str(save_model(tmp_path / f"{seed}", seed=seed)) for seed in (1, 1, 2))
     settings = {"output": str(tmp_path / "run"), "batch_size": 8, "steps": 1}
     burnish.distill(student, ROWS, teacher={"model": teachers[0], "top_k": 2}, **settings)
-    metrics = burnish.distill(student, ROWS, teacher={"model": teachers[1], "top_k": 4}, **settings).train()
+    metrics = burnish.distill(
+        student, ROWS, teacher={"model": teachers[1], "top_k": 4}, **settings
+    ).train()
     assert metrics["distillation"] > 1e-4  # the first one is the student itself
 
 
 def test_what_was_stored_for_other_data_is_refused(run, tmp_path):
     run("--teacher.top_k", "4", output="asked")
     (stored,) = (tmp_path / "asked").glob("teacher-*.safetensors")
-    other = write_rows(tmp_path / "other.jsonl", [{**row, "prompt": "0" + row["prompt"]} for row in ROWS])
-    status, said, _ = run("--teacher.logprobs", str(stored), output="told", teacher=None, data=other)
+    other = write_rows(
+        tmp_path / "other.jsonl", [{**row, "prompt": "0" + row["prompt"]} for row in ROWS]
+    )
+    status, said, _ = run(
+        "--teacher.logprobs", str(stored), output="told", teacher=None, data=other
+    )
     assert status == 1
     assert "these are the teacher's log-probs of other data" in said
     flags = ["--teacher.logprobs", str(stored), "--teacher.temperature", "2"]
@@ -161,7 +178,10 @@ def test_a_classifier_is_no_teacher(run, tmp_path):
     AutoModelForSequenceClassification.from_pretrained(teacher).save_pretrained(teacher)
     status, said, _ = run(teacher=teacher)
     assert status == 1
-    assert f"teacher.model: {teacher}: lm_head.weight is in none of its files, and would be random" in said
+    assert (
+        f"teacher.model: {teacher}: lm_head.weight is in none of its files, and would be random"
+        in said
+    )
 
 
 def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
@@ -180,7 +200,10 @@ def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
         ([], "distillation needs one; give --teacher.model or --teacher.logprobs"),
         (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
         (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
-        (["--teacher.logprobs", "x", "--teacher.top_k", "3"], "--teacher.model or --teacher.logprobs and no top_k"),
+        (
+            ["--teacher.logprobs", "x", "--teacher.top_k", "3"],
+            "--teacher.model or --teacher.logprobs and no top_k",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_way_out(run, flags, message):

@@ -19,8 +19,9 @@ from tiny import save_model, sums, write_rows
 
 PAIRS = sums(6)
 PROMPTS = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in PAIRS]
-# The metrics that TRL's pages of these trainers list, without those that want more than log-probs (logits/chosen,
-# logits/rejected, mean_token_accuracy) and those of more than one optimizer step on a rollout.
+# The metrics that TRL's pages of these trainers list, without those that want more than log-probs
+# (logits/chosen, logits/rejected, mean_token_accuracy) and those of more than one optimizer step on
+# a rollout.
 TRL = {
     "dpo": """global_step epoch num_tokens loss entropy learning_rate grad_norm rewards/chosen rewards/rejected
         rewards/margins rewards/accuracies logps/chosen logps/rejected""",
@@ -81,7 +82,18 @@ def train(model, tmp_path, monkeypatch):
 
 
 def test_a_tracker_is_told_project_name_and_the_whole_configuration(train):
-    flags = ["--report_to", "wandb", "--project", "p", "--run_name", "r", "--lora.r", "2", "--beta", "0.3"]
+    flags = [
+        "--report_to",
+        "wandb",
+        "--project",
+        "p",
+        "--run_name",
+        "r",
+        "--lora.r",
+        "2",
+        "--beta",
+        "0.3",
+    ]
     directory, tracker = train("dpo", *flags)
     assert (tracker.project, tracker.options) == ("p", {"name": "r"})
     fields = flat(yaml.safe_load((directory / "config.yaml").read_text()))
@@ -95,26 +107,54 @@ def test_project_and_run_have_names_without_any(train):
 
 
 def test_variables_of_a_server_are_not_told():
-    config = {"vllm": {"url": None, "environment": {"API_KEY": "secret"}}, "rewards": {"math": 1.0}, "list": [1]}
+    config = {
+        "vllm": {"url": None, "environment": {"API_KEY": "secret"}},
+        "rewards": {"math": 1.0},
+        "list": [1],
+    }
     assert flat(config) == {"vllm.url": "null", "rewards.math": 1.0, "list": "[1]"}
 
 
 @pytest.mark.parametrize("recipe", TRL)
 def test_training_and_held_out_metrics_have_the_names_of_trl(train, tmp_path, recipe):
-    online = ["--rewards", "{exact_match: 1}", "--max_tokens", "4", "--prompts_per_rollout", "3", "--group_size", "2"]
-    flags = ["--eval_data", str(tmp_path / "data.jsonl"), *(online if recipe == "grpo" else ["--batch_size", "3"])]
+    online = [
+        "--rewards",
+        "{exact_match: 1}",
+        "--max_tokens",
+        "4",
+        "--prompts_per_rollout",
+        "3",
+        "--group_size",
+        "2",
+    ]
+    flags = [
+        "--eval_data",
+        str(tmp_path / "data.jsonl"),
+        *(online if recipe == "grpo" else ["--batch_size", "3"]),
+    ]
     directory, tracker = train(recipe, "--report_to", "wandb", *flags)
     steps = dict(tracker.metrics)
     assert {f"train/{name}" for name in TRL[recipe].split()} <= steps[2].keys()
-    assert {name.partition("/")[0] for metrics in steps.values() for name in metrics} == {"train", "eval"}
+    assert {name.partition("/")[0] for metrics in steps.values() for name in metrics} == {
+        "train",
+        "eval",
+    }
     assert ("eval/reward" if recipe == "grpo" else "eval/loss") in steps[2]
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert steps[2]["train/loss"] == lines[-1]["loss"]
-    assert (steps[1]["train/epoch"], steps[2]["train/epoch"], steps[2]["train/global_step"]) == (0.5, 1.0, 2)
+    assert (steps[1]["train/epoch"], steps[2]["train/epoch"], steps[2]["train/global_step"]) == (
+        0.5,
+        1.0,
+        2,
+    )
     assert steps[2]["train/num_tokens"] == sum(line.get("input_tokens", 0) for line in lines)
     if recipe == "grpo":
         (name, columns, rows), *_ = tracker.tables
-        assert name == "completions" and "completion" in columns and "+" in rows[0][columns.index("end of the prompt")]
+        assert (
+            name == "completions"
+            and "completion" in columns
+            and "+" in rows[0][columns.index("end of the prompt")]
+        )
 
 
 def test_num_tokens_goes_on_when_a_run_is_resumed(train):
@@ -126,7 +166,16 @@ def test_num_tokens_goes_on_when_a_run_is_resumed(train):
 
 
 def test_tensorboard_shows_each_step_of_a_run_that_was_killed_once(train):
-    flags = ["--report_to", "tensorboard", "--schedule", "constant", "--steps", "4", "--batch_size", "3"]
+    flags = [
+        "--report_to",
+        "tensorboard",
+        "--schedule",
+        "constant",
+        "--steps",
+        "4",
+        "--batch_size",
+        "3",
+    ]
     with dying_in_step(4), pytest.raises(Killed):
         train("dpo", *flags, "--save_every", "2")
     directory, _ = train("dpo", *flags, "--resume", "true")
@@ -135,7 +184,16 @@ def test_tensorboard_shows_each_step_of_a_run_that_was_killed_once(train):
 
 
 def test_tensorboard_has_metrics_configuration_and_completions(train):
-    online = ["--rewards", "{exact_match: 1}", "--max_tokens", "4", "--prompts_per_rollout", "3", "--group_size", "2"]
+    online = [
+        "--rewards",
+        "{exact_match: 1}",
+        "--max_tokens",
+        "4",
+        "--prompts_per_rollout",
+        "3",
+        "--group_size",
+        "2",
+    ]
     directory, _ = train("grpo", "--report_to", "tensorboard", *online)
     (events,) = [path for path in (directory / "logs").glob("events*")]
     shown = EventAccumulator(str(events)).Reload()
@@ -173,7 +231,9 @@ def test_a_model_in_memory_is_not_copied_to_be_told_of(tmp_path):
             pytest.fail("it was copied")
 
     accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
-    open_trackers(accelerator, SFT(model=Model(2, 2), data=[], output=str(tmp_path), lora=Lora(r=2)), 0)
+    open_trackers(
+        accelerator, SFT(model=Model(2, 2), data=[], output=str(tmp_path), lora=Lora(r=2)), 0
+    )
     for tracker in accelerator.trackers:
         tracker.finish()
     assert list(tmp_path.rglob("hparams.yml"))

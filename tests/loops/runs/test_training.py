@@ -23,7 +23,12 @@ from transformers import TrainingArguments
 def settings(tmp_path):
     rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(8)]
     data = write_rows(tmp_path / "messages.jsonl", rows)
-    return {"model": str(save_model(tmp_path / "start")), "data": str(data), "batch_size": 2, "learning_rate": 1e-2}
+    return {
+        "model": str(save_model(tmp_path / "start")),
+        "data": str(data),
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+    }
 
 
 def metrics_of(training, between=lambda: None):
@@ -59,11 +64,14 @@ def test_a_step_takes_three_reductions_over_ranks(settings, monkeypatch):
     assert len(metrics_of(open_sft(SFT(**settings, steps=5)))) == 5 and len(reduced) == 3 * 5
 
 
-def test_a_teacher_computes_in_the_precision_of_its_run_when_another_run_is_opened(settings, tmp_path):
+def test_a_teacher_computes_in_the_precision_of_its_run_when_another_run_is_opened(
+    settings, tmp_path
+):
     default = torch.get_autocast_dtype("cpu")
     teacher = Teacher(model=str(save_model(tmp_path / "teacher", seed=1)))
     config = Distill(**settings, teacher=teacher, dtype="bfloat16")
-    torch.set_autocast_dtype("cpu", torch.float16)  # as on a GPU, where the state of the other run names no dtype
+    # as on a GPU, where the state of the other run names no dtype
+    torch.set_autocast_dtype("cpu", torch.float16)
     try:
         alone = metrics_of(open_distill(config))
         training, _ = open_distill(config), open_sft(SFT(**settings))
@@ -75,7 +83,9 @@ def test_a_teacher_computes_in_the_precision_of_its_run_when_another_run_is_open
 @pytest.mark.parametrize("recipe", ["kto", "grpo", "distill"])
 def test_a_plan_says_which_examples_or_prompts_are_in_each_micro_batch(recipe, settings, tmp_path):
     if recipe == "grpo":
-        training = open_grpo(GRPO(**{**prepare(tmp_path), "micro_tokens": 60, "minibatches": 2, "steps": 4}))
+        training = open_grpo(
+            GRPO(**{**prepare(tmp_path), "micro_tokens": 60, "minibatches": 2, "steps": 4})
+        )
     elif recipe == "kto":
         data = write_rows(tmp_path / "pairs.jsonl", sums(8))
         training = open_kto(KTO(**{**settings, "data": str(data)}, micro_tokens=30))
@@ -87,7 +97,9 @@ def test_a_plan_says_which_examples_or_prompts_are_in_each_micro_batch(recipe, s
     for step in training:
         planned, batches = training.feed.plan(step.number - 1), training.feed(step.number - 1)
         prompts = [[training.context.data[index]["prompt"] for index in part] for part in planned]
-        assert prompts == [[list(example.prompt) for example in batch.examples] for batch in batches]
+        assert prompts == [
+            [list(example.prompt) for example in batch.examples] for batch in batches
+        ]
         kinds.add(step.metrics.get("on_policy"))
         micro_batches += len(planned)
     assert micro_batches > training.feed.steps and (recipe != "distill" or kinds == {0.0, 1.0})
@@ -95,8 +107,11 @@ def test_a_plan_says_which_examples_or_prompts_are_in_each_micro_batch(recipe, s
 
 def test_rows_are_named_by_their_lines_and_where_nothing_tells_these_by_their_examples(settings):
     training = open_sft(SFT(**settings))
-    assert training.context.name_rows(0, [2, 0, 2]) == "messages.jsonl line 3, messages.jsonl line 1"
-    training.context.data = training.context.data.remove_columns("_row")  # as of a caller that encodes rows itself
+    assert (
+        training.context.name_rows(0, [2, 0, 2]) == "messages.jsonl line 3, messages.jsonl line 1"
+    )
+    # as of a caller that encodes rows itself
+    training.context.data = training.context.data.remove_columns("_row")
     named = "example 3, example 1, example 2, example 8 and 2 more"
     assert training.context.name_rows(0, [2, 0, 1, 7, 4, 5]) == named
 
@@ -121,7 +136,9 @@ def test_a_run_that_fails_to_open_closes_its_source(recipe, closed, settings, tm
             open_grpo(GRPO(**prepare(tmp_path), loss={"clipped_surrogate": 0.0}))
         else:
             teacher = Teacher(model=str(save_model(tmp_path / "teacher", seed=1)))
-            open_distill(Distill(**settings, teacher=teacher, on_policy=1.0, loss={"distillation": 0.0}))
+            open_distill(
+                Distill(**settings, teacher=teacher, on_policy=1.0, loss={"distillation": 0.0})
+            )
     assert len(closed) == 1
 
 

@@ -43,7 +43,10 @@ def batch():
 
 
 def losses_of(terms, policy, batch, **options):
-    return {name: loss for name, (loss, _) in compose(terms, policy_tensors(**options))(policy, batch).items()}
+    return {
+        name: loss
+        for name, (loss, _) in compose(terms, policy_tensors(**options))(policy, batch).items()
+    }
 
 
 def test_losses_of_tokens_completions_and_pairs_share_one_forward_pass(policy, batch):
@@ -62,9 +65,14 @@ def test_losses_of_tokens_completions_and_pairs_share_one_forward_pass(policy, b
     now, before = (sequence_sum(x, batch.sequence, 8) for x in (logprob, reference(batch)))
     mean = now / torch.bincount(batch.sequence)
     torch.testing.assert_close(losses["nll"], -logprob[batch.tokens_of(CHOSEN)])
-    torch.testing.assert_close(losses["dpo"], dpo(now[::2], now[1::2], before[::2], before[1::2], beta=0.1)[0])
-    torch.testing.assert_close(losses["simpo"], simpo(mean[::2], mean[1::2], beta=2.0, gamma=0.5)[0])
-    labels = desirable.repeat_interleave(2)  # a column of the examples reaches each of their completions
+    torch.testing.assert_close(
+        losses["dpo"], dpo(now[::2], now[1::2], before[::2], before[1::2], beta=0.1)[0]
+    )
+    torch.testing.assert_close(
+        losses["simpo"], simpo(mean[::2], mean[1::2], beta=2.0, gamma=0.5)[0]
+    )
+    # a column of the examples reaches each of their completions
+    labels = desirable.repeat_interleave(2)
     torch.testing.assert_close(losses["apo"], apo_zero_unpaired(now, before, labels, beta=0.1)[0])
 
 
@@ -73,10 +81,18 @@ def test_a_loss_without_its_tensor_says_which_one_is_missing_and_what_gives_it(p
     wanted = r"dpo: there is no tensor ref_chosen per pair; policy_tensors\(reference=..., pairs=True\) would give it"
     with pytest.raises(ValueError, match=wanted):
         losses_of(lacking, policy, batch, pairs=True)
-    losses_of(lacking, policy, batch, pairs=True, reference=lambda batch: torch.zeros(len(batch.target)).double())
+    losses_of(
+        lacking,
+        policy,
+        batch,
+        pairs=True,
+        reference=lambda batch: torch.zeros(len(batch.target)).double(),
+    )
     lacking = {"apo": Term(partial(apo_zero_unpaired, beta=0.1))}
     reference = lambda batch: torch.zeros(len(batch.target)).double()  # noqa: E731
-    with pytest.raises(ValueError, match="no tensor desirable per sequence; a column of the data of that name"):
+    with pytest.raises(
+        ValueError, match="no tensor desirable per sequence; a column of the data of that name"
+    ):
         losses_of(lacking, policy, batch, reference=reference)
 
 
@@ -84,7 +100,9 @@ def test_a_loss_without_a_unit_says_where_it_belongs():
     def mine(chosen: PerPair, rejected: PerPair):
         return (1 - chosen + rejected).clamp(min=0), {}
 
-    with pytest.raises(ValueError, match=r"mine.*: wanted a return annotation .* -> tuple\[PerPair, Stats\]"):
+    with pytest.raises(
+        ValueError, match=r"mine.*: wanted a return annotation .* -> tuple\[PerPair, Stats\]"
+    ):
         weightings({"mine": Term(mine)})
 
 
@@ -100,7 +118,13 @@ def test_a_column_of_the_data_weighs_examples_as_often_as_it_says(policy, batch)
     optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
     objective = compose(terms, policy_tensors())
     metrics = train_step(
-        Accelerator(), policy, optimizer, [batch], objective, weightings(terms), max_grad_norm=float("inf")
+        Accelerator(),
+        policy,
+        optimizer,
+        [batch],
+        objective,
+        weightings(terms),
+        max_grad_norm=float("inf"),
     )
     assert metrics["nll"] == pytest.approx(loss.item())
     for old, new, wanted in zip(before, policy.parameters(), expected, strict=True):
@@ -112,6 +136,8 @@ def test_what_had_nothing_to_measure_is_not_logged(policy):
     terms = {"nll": Term(nll), "missing": Term(nll, 0.0, of="never")}
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     objective = compose(terms, policy_tensors())
-    metrics = train_step(Accelerator(), policy, optimizer, [batch], objective, weightings(terms), max_grad_norm=1.0)
+    metrics = train_step(
+        Accelerator(), policy, optimizer, [batch], objective, weightings(terms), max_grad_norm=1.0
+    )
     assert "nll" in metrics
     assert "missing" not in metrics

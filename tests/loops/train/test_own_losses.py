@@ -1,4 +1,6 @@
-"""Losses of one's own: named ``module:function`` like rewards, or given as functions; their law is in `test_law`."""
+"""Losses of one's own: named ``module:function`` like rewards, or given as functions; their law is
+in `test_law`.
+"""
 
 import json
 import re
@@ -70,15 +72,21 @@ def test_a_loss_of_the_working_directory_joins_a_mix_by_its_name(own, command, t
     status, said = command(rows, "--loss", mix, "--dtype", dtype)
     assert status == 0, said
     for line in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()):
-        assert line["loss"] == pytest.approx(line["dpo"] + 0.5 * line["hinged"] + 0.1 * line["careful"])
+        assert line["loss"] == pytest.approx(
+            line["dpo"] + 0.5 * line["hinged"] + 0.1 * line["careful"]
+        )
         assert line["hinged/inside"] > 0
     assert line["careful"] > 0  # the policy has left its reference
 
 
 def test_a_missing_column_is_told_with_the_columns_that_rows_have(own, command):
-    status, said = command([{**pair, "ease": 0.5, "source": "a"} for pair in sums(4)], "--loss", f"{own}:hinged")
+    status, said = command(
+        [{**pair, "ease": 0.5, "source": "a"} for pair in sums(4)], "--loss", f"{own}:hinged"
+    )
     assert status == 1
-    assert "no column 'difficulty', which a loss reads; of columns of numbers, there are ease" in said
+    assert (
+        "no column 'difficulty', which a loss reads; of columns of numbers, there are ease" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,11 +94,17 @@ def test_a_missing_column_is_told_with_the_columns_that_rows_have(own, command):
     [
         ("{own}:hingd", "loss {own}:hingd: {own} has no 'hingd', did you mean 'hinged'?"),
         ("nowhere:hinged", "loss nowhere:hinged: no module 'nowhere' in"),
-        ("{own}:hinged", "data: no column 'difficulty', which a loss reads; of columns of numbers, there are none"),
+        (
+            "{own}:hinged",
+            "data: no column 'difficulty', which a loss reads; of columns of numbers, there are none",
+        ),
         ("{own}:weights", "loss weights: wanted a function of tensors, got {{'a': 1}}"),
         ("{{'{own}:dpo': 1, dpo: 1}}", "loss: two are called dpo; rename your own"),
         ("{{'{own}:hinged': {{gapp: 1}}}}", "loss: hinged has no 'gapp'; it has gap"),
-        ("{own}:plain", "loss plain: wanted the unit of each tensor, and a loss with its stats, as annotations of"),
+        (
+            "{own}:plain",
+            "loss plain: wanted the unit of each tensor, and a loss with its stats, as annotations of",
+        ),
     ],
     ids=lambda value: value.partition(":")[2][:12],
 )
@@ -102,7 +116,9 @@ def test_a_loss_that_cannot_be_is_refused_in_one_line(own, command, loss, messag
 
 
 def test_its_signature_asks_for_its_tensors():
-    losses = parse_losses({"dpo": 1.0, contrast: {"gap": 2.0}, near_reference: 0.1}, {"beta": 0.1}, PAIR_LOSSES)
+    losses = parse_losses(
+        {"dpo": 1.0, contrast: {"gap": 2.0}, near_reference: 0.1}, {"beta": 0.1}, PAIR_LOSSES
+    )
     assert list(losses) == ["dpo", "contrast", "near_reference"]
     assert [loss.unit for loss in losses.values()] == ["pairs", "pairs", "tokens"]
     assert {"mean_chosen", "mean_rejected", "logp", "ref_logp"} <= tensors_needed(losses)
@@ -138,7 +154,10 @@ def test_a_function_of_another_form_is_refused_with_the_form_that_it_wants(loss,
 
 
 def test_a_function_in_the_place_of_a_coefficient_is_told_where_it_belongs():
-    with pytest.raises(ValueError, match=r"loss: mine: wanted a number .* your own function is a key: {function: 1.0}"):
+    with pytest.raises(
+        ValueError,
+        match=r"loss: mine: wanted a number .* your own function is a key: {function: 1.0}",
+    ):
         parse_losses({"mine": contrast}, {}, PAIR_LOSSES)
 
 

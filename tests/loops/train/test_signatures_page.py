@@ -1,4 +1,6 @@
-"""objectives/SIGNATURES.md: its Python runs as printed, and its table names the tensors that there are."""
+"""objectives/SIGNATURES.md: its Python runs as printed, and its table names the tensors that there
+are.
+"""
 
 import re
 from pathlib import Path
@@ -23,8 +25,15 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 def test_its_loss_trains_by_its_signature_alone():
     policy = Policy(make_model("llama"))
-    names = {"policy": policy, "accelerator": Accelerator(), "micro_batches": [collate(make_examples(4))]}
-    names |= {"reference": frozen_copy(policy), "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1)}
+    names = {
+        "policy": policy,
+        "accelerator": Accelerator(),
+        "micro_batches": [collate(make_examples(4))],
+    }
+    names |= {
+        "reference": frozen_copy(policy),
+        "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1),
+    }
     for block in BLOCKS[:2]:
         exec(block, names)
     assert names["metrics"]["margin"] == 1.0  # the policy is the reference
@@ -49,14 +58,23 @@ def test_its_configuration_is_one_that_the_recipe_knows():
     config = yaml.safe_load(mix)
     losses = parse_losses(config["loss"], {"beta": 0.1, "label_smoothing": 0.0}, PAIR_LOSSES)
     assert columns_of(losses) == ["importance"]
-    assert tensors_needed(losses) == {"chosen", "rejected", "ref_chosen", "ref_rejected", "logp", "divergence"}
+    assert tensors_needed(losses) == {
+        "chosen",
+        "rejected",
+        "ref_chosen",
+        "ref_rejected",
+        "logp",
+        "divergence",
+    }
     Teacher(**config["teacher"])
 
 
 def test_its_table_names_every_tensor_and_no_other():
     listed = set()
     for units, names in re.findall(r"^\| ([a-z, ]+) \| (`.*?`) \|", PAGE, flags=re.M):
-        listed |= {(unit, name) for unit in units.split(", ") for name in re.findall(r"`(\w+)`", names)}
+        listed |= {
+            (unit, name) for unit in units.split(", ") for name in re.findall(r"`(\w+)`", names)
+        }
     policy = Policy(make_model("llama"), value_head=torch.nn.Linear(32, 1).double())
     batch = collate(make_examples(2))
     ids = torch.arange(2).expand(len(batch.target), 2)

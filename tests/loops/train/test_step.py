@@ -36,17 +36,21 @@ def test_the_loss_and_gradient_are_those_of_a_plain_torch_loop(policy):
     batch = collate(make_examples(4, completions=1))
     (-policy(batch).logprob.mean()).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters()])
-    expected = [p.detach() - 0.1 * p.grad / norm for p in policy.parameters()]  # clipped to a norm of 1
+    # clipped to a norm of 1
+    expected = [p.detach() - 0.1 * p.grad / norm for p in policy.parameters()]
     loss = -policy(batch).logprob.mean().detach()
     policy.zero_grad()
     accelerator = Accelerator()
-    metrics = train_step(accelerator, policy, sgd(policy), [batch], NLL, EXPRESSION, max_grad_norm=1.0)
+    metrics = train_step(
+        accelerator, policy, sgd(policy), [batch], NLL, EXPRESSION, max_grad_norm=1.0
+    )
     assert metrics["loss"] == pytest.approx(float(loss))
     assert metrics["grad_norm"] == pytest.approx(float(norm))
     assert norm > 1
     assert metrics["tokens"] == len(batch.target)
     for parameter, wanted in zip(policy.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-5, atol=1e-6)  # clipping divides by norm + 1e-6
+        # clipping divides by norm + 1e-6
+        torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_coefficient_of_zero_measures_without_training(policy):
@@ -58,14 +62,18 @@ def test_a_coefficient_of_zero_measures_without_training(policy):
         return {**losses, "constant": (torch.full_like(losses["nll"][0], 3.0), {})}
 
     weightings = {"constant": (0.0, token_mean), "nll": (1e-300, token_mean)}
-    metrics = train_step(Accelerator(), policy, sgd(policy), [batch], objective, weightings, max_grad_norm=1e9)
+    metrics = train_step(
+        Accelerator(), policy, sgd(policy), [batch], objective, weightings, max_grad_norm=1e9
+    )
     assert metrics["constant"] == pytest.approx(3.0)
     assert metrics["loss"] == pytest.approx(0.0, abs=1e-200)
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))
 
 
 def test_a_step_without_a_single_unit_is_skipped_and_not_nan(policy):
-    metrics = train_step(Accelerator(), policy, sgd(policy), [collate([])], NLL, EXPRESSION, max_grad_norm=1.0)
+    metrics = train_step(
+        Accelerator(), policy, sgd(policy), [collate([])], NLL, EXPRESSION, max_grad_norm=1.0
+    )
     assert (metrics["loss"], metrics["grad_norm"], metrics["skipped"]) == (0.0, 0.0, 1.0)
 
 
@@ -77,7 +85,9 @@ def poisoned(policy, batch):
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(policy):
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     batch = collate(make_examples(2, completions=1))
-    metrics = train_step(Accelerator(), policy, sgd(policy), [batch], poisoned, EXPRESSION, max_grad_norm=1.0)
+    metrics = train_step(
+        Accelerator(), policy, sgd(policy), [batch], poisoned, EXPRESSION, max_grad_norm=1.0
+    )
     assert metrics["skipped"] == 1
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))
 
@@ -126,7 +136,9 @@ def test_evaluation_measures_the_same_numbers_and_changes_nothing(policy):
     batches = [collate(make_examples(3, completions=1, seed=seed)) for seed in (0, 1)]
     before = [parameter.detach().clone() for parameter in policy.parameters()]
     measured = evaluate(Accelerator(), policy, batches, NLL, EXPRESSION)
-    trained = train_step(Accelerator(), policy, sgd(policy, 0.0), batches, NLL, EXPRESSION, max_grad_norm=1.0)
+    trained = train_step(
+        Accelerator(), policy, sgd(policy, 0.0), batches, NLL, EXPRESSION, max_grad_norm=1.0
+    )
     assert measured == {name: pytest.approx(trained[name], rel=1e-12) for name in measured}
     assert all(torch.equal(a, b.detach()) for a, b in zip(before, policy.parameters(), strict=True))
 
@@ -137,9 +149,18 @@ def test_evaluation_leaves_a_model_without_dropout_under_a_new_policy(policy):
     assert policy.training and not any(module.training for module in policy.model.modules())
 
 
-def once(policy, objective=NLL, weightings=EXPRESSION, accelerator=None, optimizer=None, batches=None):
+def once(
+    policy, objective=NLL, weightings=EXPRESSION, accelerator=None, optimizer=None, batches=None
+):
     batches = [collate(make_examples(1, completions=1))] if batches is None else batches
-    step = accelerator or Accelerator(), policy, optimizer or sgd(policy), batches, objective, weightings
+    step = (
+        accelerator or Accelerator(),
+        policy,
+        optimizer or sgd(policy),
+        batches,
+        objective,
+        weightings,
+    )
     return train_step(*step, max_grad_norm=1.0)
 
 
@@ -150,9 +171,15 @@ def test_a_loss_is_not_spread_over_the_units_of_another(policy):
     def measured(policy, batch):
         return {"nll": (NLL(policy, batch)["nll"][0], {"largest": torch.zeros(())})}
 
-    with pytest.raises(ValueError, match=r"one entry of nll per unit .* nll weighs, \[\d+\], got \[\]; don't reduce"):
+    with pytest.raises(
+        ValueError,
+        match=r"one entry of nll per unit .* nll weighs, \[\d+\], got \[\]; don't reduce",
+    ):
         once(policy, mean)
-    with pytest.raises(ValueError, match=r"one entry of nll per unit .*, \[1\], got \[\d+\]; .* weigh nll by another"):
+    with pytest.raises(
+        ValueError,
+        match=r"one entry of nll per unit .*, \[1\], got \[\d+\]; .* weigh nll by another",
+    ):
         once(policy, weightings={"nll": (1.0, pair_mean)})
     with pytest.raises(ValueError, match=r"one entry of largest per unit .*, got \[\]"):
         once(policy, measured)
@@ -161,12 +188,16 @@ def test_a_loss_is_not_spread_over_the_units_of_another(policy):
 @pytest.mark.parametrize("names", [["nll", "kl"], ["kl"], []])
 def test_no_loss_goes_without_a_weighting_and_no_weighting_without_a_loss(policy, names):
     weightings = {name: (1.0, token_mean) for name in names}
-    with pytest.raises(ValueError, match=rf"losses that have a weighting \({', '.join(names)}\), got \(nll\)"):
+    with pytest.raises(
+        ValueError, match=rf"losses that have a weighting \({', '.join(names)}\), got \(nll\)"
+    ):
         once(policy, weightings=weightings)
 
 
 def test_an_accelerator_does_not_divide_the_gradient_by_accumulation_steps_of_its_own(policy):
-    with pytest.raises(ValueError, match="wanted an Accelerator with gradient_accumulation_steps 1, got 4"):
+    with pytest.raises(
+        ValueError, match="wanted an Accelerator with gradient_accumulation_steps 1, got 4"
+    ):
         once(policy, accelerator=Accelerator(gradient_accumulation_steps=4))
 
 
@@ -191,7 +222,9 @@ def test_gradients_of_weights_that_the_optimizer_lacks_clip_nothing_and_do_not_a
 
 
 def test_an_optimizer_of_another_model_is_refused(policy):
-    with pytest.raises(ValueError, match=r"no parameter of the policy; make it of policy\.parameters\(\)"):
+    with pytest.raises(
+        ValueError, match=r"no parameter of the policy; make it of policy\.parameters\(\)"
+    ):
         once(policy, optimizer=sgd(Policy(make_model("llama"))))
 
 
@@ -207,14 +240,17 @@ def test_what_a_failed_step_left_is_not_part_of_the_next(policy):
 
     with pytest.raises(MemoryError):
         once(policy, fails, optimizer=optimizer, batches=batches)
-    again, alone = (once(policy, optimizer=each, batches=batches) for each in (optimizer, sgd(policy, 0.0)))
+    again, alone = (
+        once(policy, optimizer=each, batches=batches) for each in (optimizer, sgd(policy, 0.0))
+    )
     assert again["grad_norm"] == alone["grad_norm"]
 
 
 def test_an_overflow_in_float16_lowers_the_scale_and_training_goes_on(policy):
     AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision="fp16")
-    accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=4.0), True  # as on a GPU
+    # as on a GPU
+    accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=4.0), True
     prepared, optimizer = accelerator.prepare(policy, sgd(policy))
     assert once(prepared, poisoned, accelerator=accelerator, optimizer=optimizer)["skipped"] == 1
     assert accelerator.scaler.get_scale() == 2.0
@@ -228,8 +264,13 @@ def test_a_schedule_that_accelerate_has_prepared_takes_one_step_on_two_ranks(pol
     )
     accelerator = Accelerator()
     monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)
-    batches, known = [collate(make_examples(1, completions=1))], {"accelerator": accelerator, "optimizer": optimizer}
-    taken = optimize(policy, lambda step: batches, NLL, EXPRESSION, schedule=schedule, steps=3, **known)
+    batches, known = (
+        [collate(make_examples(1, completions=1))],
+        {"accelerator": accelerator, "optimizer": optimizer},
+    )
+    taken = optimize(
+        policy, lambda step: batches, NLL, EXPRESSION, schedule=schedule, steps=3, **known
+    )
     assert [step.metrics["learning_rate"] for step in taken] == pytest.approx([0.1, 0.05, 0.025])
 
 
@@ -239,12 +280,15 @@ def test_a_run_steps_even_where_an_earlier_one_died_between_two_micro_batches(tm
     assert accelerator.sync_gradients  # an optimizer prepared by it would not step otherwise
 
 
-@pytest.mark.parametrize("wrap", [lambda policy: policy, partial(torch.compile, backend="eager"), torch.nn.Sequential])
+@pytest.mark.parametrize(
+    "wrap", [lambda policy: policy, partial(torch.compile, backend="eager"), torch.nn.Sequential]
+)
 def test_ranks_do_not_train_apart_on_a_policy_that_was_not_prepared(policy, monkeypatch, wrap):
     batch, policy = collate(make_examples(2, completions=1)), wrap(policy)
     monkeypatch.setattr(Accelerator, "use_distributed", True)
     with pytest.raises(
-        ValueError, match=r"train_step: .* policy, optimizer = accelerator\.prepare\(policy, optimizer\)"
+        ValueError,
+        match=r"train_step: .* policy, optimizer = accelerator\.prepare\(policy, optimizer\)",
     ):
         train_step(Accelerator(), policy, sgd(policy), [batch], NLL, EXPRESSION, max_grad_norm=1.0)
 

@@ -41,7 +41,9 @@ def test_shares_of_micro_batches_add_up_to_that_of_the_whole(batch):
     parts = [collate([example]) for example in batch.examples]
     for weighting in (token_mean, length_normalized, partial(fixed_length, length=10), pair_mean):
         assert sum(weighting(part).share for part in parts) == weighting(batch).share
-        assert torch.equal(torch.cat([weighting(part).weight for part in parts]), weighting(batch).weight)
+        assert torch.equal(
+            torch.cat([weighting(part).weight for part in parts]), weighting(batch).weight
+        )
 
 
 def test_an_empty_batch_weighs_nothing():

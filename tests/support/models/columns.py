@@ -21,7 +21,13 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation"
 _CONVOLVED = {"layer_types": ["conv", "full_attention"]}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4}
 _LINEAR |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-_RECURRENT = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 1, "num_hidden_layers": 2}
+_RECURRENT = {
+    "hidden_size": 32,
+    "num_heads": 4,
+    "head_dim": 16,
+    "n_groups": 1,
+    "num_hidden_layers": 2,
+}
 
 
 def changed(change, **config):
@@ -43,21 +49,46 @@ CASES |= {
     "experts": (lambda: of_config(Qwen3MoeConfig(**_SMALL, **_EXPERTS)), {}),
     "one head of keys": (partial(make_model, num_key_value_heads=1), {}),
     "full logits": (lambda: changed(hide_head), {}),
-    "recomputed": (lambda: changed(partial(checkpoint_activations, keep=True), num_key_value_heads=1), {}),
+    "recomputed": (
+        lambda: changed(partial(checkpoint_activations, keep=True), num_key_value_heads=1),
+        {},
+    ),
     "selective": (lambda: changed(partial(checkpoint_activations, keep="selective")), {}),
     "noise": (lambda: changed(partial(add_noise, alpha=5.0)), {}),
     "values": (make_model, {"value_head": True}),
 }
-QUICK = ("llama", "gemma3", "cohere", "shared", "experts", "one head of keys", "full logits", "recomputed", "values")
+QUICK = (
+    "llama",
+    "gemma3",
+    "cohere",
+    "shared",
+    "experts",
+    "one head of keys",
+    "full logits",
+    "recomputed",
+    "values",
+)
 # By name: what makes the model, and a part of the message.
 _CAN_NOT = "can't be split along the sequence ("
 REFUSED = {
-    "heads": (lambda: make_model(num_attention_heads=3, num_key_value_heads=1), "num_attention_heads=3, no multiple"),
+    "heads": (
+        lambda: make_model(num_attention_heads=3, num_key_value_heads=1),
+        "num_attention_heads=3, no multiple",
+    ),
     "a fixed shape": (partial(make_model, "gpt2"), _CAN_NOT),
     "convolutions": (lambda: of_config(Lfm2Config(**_SMALL, **_CONVOLVED)), _CAN_NOT),
-    "recurrence": (lambda: of_config(Mamba2Config(vocab_size=61, state_size=8, **_RECURRENT)), _CAN_NOT),
-    "linear attention": (lambda: of_config(Qwen3NextConfig(**_SMALL, **_EXPERTS, **_LINEAR)), _CAN_NOT),
-    "own attention": (lambda: of_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61)), _CAN_NOT),
+    "recurrence": (
+        lambda: of_config(Mamba2Config(vocab_size=61, state_size=8, **_RECURRENT)),
+        _CAN_NOT,
+    ),
+    "linear attention": (
+        lambda: of_config(Qwen3NextConfig(**_SMALL, **_EXPERTS, **_LINEAR)),
+        _CAN_NOT,
+    ),
+    "own attention": (
+        lambda: of_config(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=61)),
+        _CAN_NOT,
+    ),
     "a look back": (lambda: changed(looks_back), _CAN_NOT + "it computes something else)"),
     "a critic": (make_model, "the rows of a critic are not split"),
 }
@@ -65,11 +96,15 @@ REFUSED = {
 
 def hide_head(model):
     """Give the head a class that can't be fused."""
-    model.lm_head.__class__ = type("OtherLinear", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x)})
+    model.lm_head.__class__ = type(
+        "OtherLinear", (nn.Linear,), {"forward": lambda self, x: nn.Linear.forward(self, x)}
+    )
 
 
 def compared(make, mesh, accelerator, **options):
-    """Differences of log-probs and gradients by name, each relative to the largest entry, and norms of gradients."""
+    """Differences of log-probs and gradients by name, each relative to the largest entry, and norms
+    of gradients.
+    """
     results = []
     for on in ({}, {"mesh": mesh}):
         if "value_head" in options:
@@ -79,7 +114,9 @@ def compared(make, mesh, accelerator, **options):
         torch.manual_seed(2)
         results.append(gradients(policy, accelerator))
     (expected, expected_norm), (found, norm) = results
-    differences = {n: float((found[n] - each).abs().max() / each.abs().max()) for n, each in expected.items()}
+    differences = {
+        n: float((found[n] - each).abs().max() / each.abs().max()) for n, each in expected.items()
+    }
     return {"differences": differences, "norm": norm, "expected_norm": expected_norm}
 
 

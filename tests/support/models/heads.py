@@ -13,10 +13,13 @@ OUTPUTS = ("logprob", "entropy", "logsumexp")
 EXTRAS = ("mean_logprob", "log_sum_squares")
 
 
-def recorded(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, list[Any]]:
+def recorded(
+    function: Callable[..., Any], *arguments: Any, **options: Any
+) -> tuple[Any, list[Any]]:
     """What it returns, and what torch's profiler, with these options, saw.
 
-    That is the profiler's own record: the tree that it makes of it takes longer than all that it watched.
+    That is the profiler's own record: the tree that it makes of it takes longer than all that it
+    watched.
     """
     with profile(activities=[ProfilerActivity.CPU], **options) as record:
         result = function(*arguments)
@@ -38,7 +41,9 @@ def ids(tokens: int, k: int, size: int) -> Tensor:
 
 
 def head(tokens: int, width: int, size: int, /, **changes: Any) -> dict[str, Any]:
-    """The arguments of ``linear_logprob`` in float64: random, logits of about ±4, with these changes."""
+    """The arguments of ``linear_logprob`` in float64: random, logits of about ±4, with these
+    changes.
+    """
     random = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -100,7 +105,9 @@ def in_dtype(arguments: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def leaves(arguments: dict[str, Any]) -> dict[str, Tensor]:
-    flat = arguments | dict(zip(("A", "B", "scaling"), arguments.get("adapter") or (), strict=False))
+    flat = arguments | dict(
+        zip(("A", "B", "scaling"), arguments.get("adapter") or (), strict=False)
+    )
     return {name: t for name, t in flat.items() if isinstance(t, Tensor) and t.is_floating_point()}
 
 
@@ -116,30 +123,47 @@ def total(result: Logprobs) -> Tensor:
     return sum(output.sum() for output in result[:5] if output is not None)
 
 
-def measure(arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
+def measure(
+    arguments: dict[str, Any], backend: str, outputs: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
     """``gradients`` of ``linear_logprob``."""
     return gradients(arguments, logprobs(arguments, backend=backend), outputs)
 
 
-def gradients(arguments: dict[str, Any], result: Any, outputs: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """The outputs, and the gradients for fixed random upstream gradients of some or all of them, all in float64."""
-    found = {n: output for n, output in result._asdict().items() if isinstance(output, Tensor) and output.requires_grad}
+def gradients(
+    arguments: dict[str, Any], result: Any, outputs: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """The outputs, and the gradients for fixed random upstream gradients of some or all of them,
+    all in float64.
+    """
+    found = {
+        n: output
+        for n, output in result._asdict().items()
+        if isinstance(output, Tensor) and output.requires_grad
+    }
     random = torch.Generator().manual_seed(1)
     tokens = max(len(result.logprob), 1)
-    upstream = {name: torch.randn(output.shape, generator=random) / tokens for name, output in found.items()}
+    upstream = {
+        name: torch.randn(output.shape, generator=random) / tokens for name, output in found.items()
+    }
     used = {name: found[name] for name in outputs or found}
-    torch.autograd.backward(list(used.values()), [upstream[name].to(output) for name, output in used.items()])
-    grads = {f"d_{name}": leaf.grad for name, leaf in leaves(arguments).items() if leaf.grad is not None}
+    torch.autograd.backward(
+        list(used.values()), [upstream[name].to(output) for name, output in used.items()]
+    )
+    grads = {
+        f"d_{name}": leaf.grad for name, leaf in leaves(arguments).items() if leaf.grad is not None
+    }
     return {name: t.detach().double() for name, t in (found | grads).items()}
 
 
 def of_16_bit_factors(arguments: dict[str, Any]) -> Logprobs:
-    """The definition in float32, but for what has to be rounded where products have factors of 16 bits.
+    """The definition in float32, but for what has to be rounded where products have factors of 16
+    bits.
 
-    A product of tensor cores has both factors in the precision of its inputs, so dc, which autograd has in float32, is
-    rounded to it once before dh = dc·W, dW = dcᵀ·h, du = dc·B and dB = dcᵀ·u. u is rounded when it is computed, and so
-    is du. The two gradients that reach h, through W and through u, leave two operators, and are rounded before they are
-    added.
+    A product of tensor cores has both factors in the precision of its inputs, so dc, which autograd
+    has in float32, is rounded to it once before dh = dc·W, dW = dcᵀ·h, du = dc·B and dB = dcᵀ·u. u
+    is rounded when it is computed, and so is du. The two gradients that reach h, through W and
+    through u, leave two operators, and are rounded before they are added.
     """
     hidden, weight, adapter = arguments["hidden"], arguments["weight"], arguments.get("adapter")
     vocab, dtype = arguments.get("vocab") or len(weight), hidden.dtype
@@ -152,7 +176,10 @@ def of_16_bit_factors(arguments: dict[str, Any]) -> Logprobs:
     z = arguments.get("scale", 1.0) * c
     if (softcap := arguments.get("softcap")) is not None:
         z = softcap * torch.tanh(z / softcap)
-    rest = {"temperature": arguments.get("temperature", 1.0), "outputs": arguments.get("outputs", ())}
+    rest = {
+        "temperature": arguments.get("temperature", 1.0),
+        "outputs": arguments.get("outputs", ()),
+    }
     return reference.logits_logprob(z, arguments["target"], vocab=vocab, **rest)
 
 
@@ -163,18 +190,26 @@ def _rounded(dc: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def assert_as_good_as_the_reference(
-    arguments: dict[str, Any], dtype: torch.dtype, backend: str = "torch", products: str = "exact", **options: Any
+    arguments: dict[str, Any],
+    dtype: torch.dtype,
+    backend: str = "torch",
+    products: str = "exact",
+    **options: Any,
 ) -> None:
     """Error against float64 at most twice the definition's own in the same precision, plus 1e-6.
 
-    ``products`` "of 16 bits", as on a GPU: the measure is then ``of_16_bit_factors``, by the largest error and, because
-    in 8 bits the largest of two roundings may hide a factor of 1.01, by the root of the mean square, too. Its float32
-    is as exact as ours, so that one may be lucky where the other is not: the last digit of the result is allowed.
+    ``products`` "of 16 bits", as on a GPU: the measure is then ``of_16_bit_factors``, by the
+    largest error and, because in 8 bits the largest of two roundings may hide a factor of 1.01, by
+    the root of the mean square, too. Its float32 is as exact as ours, so that one may be lucky
+    where the other is not: the last digit of the result is allowed.
 
-    The fused backend multiplies the logits out in one order forward and in another one backward, so that its
-    probabilities may be as far from a sum of 1 as the logits are from the truth, and its gradients by that share.
+    The fused backend multiplies the logits out in one order forward and in another one backward, so
+    that its probabilities may be as far from a sum of 1 as the logits are from the truth, and its
+    gradients by that share.
     """
-    rounded = {n: v.detach() if isinstance(v, Tensor) else v for n, v in in_dtype(arguments, dtype).items()}
+    rounded = {
+        n: v.detach() if isinstance(v, Tensor) else v for n, v in in_dtype(arguments, dtype).items()
+    }
     exact = measure(in_dtype(rounded, torch.float64), "reference", **options)
     theirs = in_dtype(rounded, dtype)
     if products == "exact":
@@ -189,7 +224,9 @@ def assert_as_good_as_the_reference(
         if products == "of 16 bits":
             allowed += torch.finfo(torch.float32).eps * truth.abs().max()
         if backend == "fused" and name.startswith("d_"):
-            allowed += (definition["logsumexp"] - exact["logsumexp"]).abs().max() * truth.abs().max()
+            allowed += (
+                definition["logsumexp"] - exact["logsumexp"]
+            ).abs().max() * truth.abs().max()
         assert norm(ours[name] - truth) <= allowed, name
 
 

@@ -1,4 +1,6 @@
-"""One optimizer step of a recipe's objective under a given split: loss, metrics and a flat gradient, float64."""
+"""One optimizer step of a recipe's objective under a given split: loss, metrics and a flat
+gradient, float64.
+"""
 
 import math
 import os
@@ -19,7 +21,12 @@ from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
 from burnish.loops.models.sharding import whole
 from burnish.loops.recipes.grpo import open_grpo
-from burnish.loops.recipes.kto import FEEDBACK_LOSSES, RunningMean, feedback_metrics, prepare_feedback
+from burnish.loops.recipes.kto import (
+    FEEDBACK_LOSSES,
+    RunningMean,
+    feedback_metrics,
+    prepare_feedback,
+)
 from burnish.loops.recipes.ppo import open_ppo
 from burnish.loops.recipes.reward import LOSSES as REWARD_LOSSES
 from burnish.loops.recipes.reward import read_scores
@@ -68,7 +75,10 @@ PAIRS = {
     "dpo": {"dpo": 1.0},
     "orpo": {"nll": 1.0, "orpo": 0.1},
     "cpo": {"cpo": 1.0, "nll": 1.0},
-    "simpo": {"simpo": {"gamma": 0.5}, "alpha_po": {"coefficient": 0.5, "gamma": 0.5, "alpha": 0.25}},
+    "simpo": {
+        "simpo": {"gamma": 0.5},
+        "alpha_po": {"coefficient": 0.5, "gamma": 0.5, "alpha": 0.25},
+    },
     "own": {
         "dpo": 0.7,
         "law:contrast": {"coefficient": 0.5, "gap": 2.0},
@@ -80,10 +90,16 @@ IN_BFLOAT16 = ("sft", "dpo", "grpo")
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "ppo")
 
 GROUPS, ANSWERS, LONGEST = 5, 3, 8
-# What all share: two epochs of two minibatches, of which the third step is looked at, so that a rollout is split and
-# the order of its second epoch is drawn.
+# What all share: two epochs of two minibatches, of which the third step is looked at, so that a
+# rollout is split and the order of its second epoch is drawn.
 STEP = 2
-_SPLIT = {"model": "", "data": "", "output": "", "prompts_per_rollout": GROUPS, "group_size": ANSWERS}
+_SPLIT = {
+    "model": "",
+    "data": "",
+    "output": "",
+    "prompts_per_rollout": GROUPS,
+    "group_size": ANSWERS,
+}
 _SPLIT |= {
     "max_tokens": LONGEST,
     "rewards": {"right": 1.0, "brief": 0.3},
@@ -95,7 +111,9 @@ _SPLIT |= {"mask_truncated": True, "temperature": 0.7}
 _WIDE = {"clip_low": 0.95, "clip_high": 9.0}  # the scripted sampler is far from the policy
 ONLINE = {
     "grpo": GRPO(**_SPLIT, old_logprobs="recomputed", beta=0.1),
-    "grpo_token_mean": GRPO(**_SPLIT, variant="dapo", dynamic_sampling=False, loss_kwargs=_WIDE, scale="batch"),
+    "grpo_token_mean": GRPO(
+        **_SPLIT, variant="dapo", dynamic_sampling=False, loss_kwargs=_WIDE, scale="batch"
+    ),
     "grpo_fixed_length": GRPO(
         **_SPLIT, variant="dr_grpo", loss_kwargs=_WIDE, loss={"clipped_surrogate": 1, "nll": 0.1}
     ),
@@ -105,7 +123,10 @@ ONLINE = {
     "gspo_corrected": GRPO(**_SPLIT, variant="gspo", correction="sequence_tis"),
     "rloo": RLOO(**_SPLIT),
     "ppo_online": PPO(
-        **_SPLIT, missing_eos_penalty=0.5, loss_kwargs=_WIDE, loss={"clipped_surrogate": 1, "entropy_bonus": 0.1}
+        **_SPLIT,
+        missing_eos_penalty=0.5,
+        loss_kwargs=_WIDE,
+        loss={"clipped_surrogate": 1, "entropy_bonus": 0.1},
     ),
 }
 
@@ -165,7 +186,14 @@ def setup(name, accelerator, mesh=None):
         )
     if name == "ranking":
         ranks = {"rank": [draw.sample(range(3), 3) for _ in range(EXAMPLES)]}
-        return make_scorer("SEQ_CLS", mesh), triples, ranks, REWARD_LOSSES["plackett_luce"], read_scores, ends
+        return (
+            make_scorer("SEQ_CLS", mesh),
+            triples,
+            ranks,
+            REWARD_LOSSES["plackett_luce"],
+            read_scores,
+            ends,
+        )
 
     torch.manual_seed(5)
     head = torch.nn.Linear(32, 1, dtype=torch.float64) if name == "ppo" else None
@@ -199,7 +227,9 @@ def setup(name, accelerator, mesh=None):
         }
         terms = {**parse_losses(mix, loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_METRICS}
         terms["bco_pair"] = replace(terms["bco_pair"], factor="wpo")
-        read = policy_tensors(reference=reference, teacher=teacher_outputs, outputs=outputs_for(terms), pairs=True)
+        read = policy_tensors(
+            reference=reference, teacher=teacher_outputs, outputs=outputs_for(terms), pairs=True
+        )
         return policy, pairs, {"importance": importance}, terms, read, {}
     if name in ("kto", "bco"):
         terms = {
@@ -210,7 +240,14 @@ def setup(name, accelerator, mesh=None):
         rewards.observe({"rewards": 0.4})
         prepare = partial(prepare_feedback, terms, rewards, policy, reference, accelerator, None)
         labels = {"desirable": [draw.random() < 0.5 for _ in range(EXAMPLES)]}
-        return policy, single, labels, terms, policy_tensors(reference=reference), {"prepare": prepare}
+        return (
+            policy,
+            single,
+            labels,
+            terms,
+            policy_tensors(reference=reference),
+            {"prepare": prepare},
+        )
     assert name == "ppo"
     terms = {
         "surrogate": Term(clipped_surrogate),
@@ -247,7 +284,11 @@ def scripted(seed=3):
             finish = {(0, 1): "aborted", (3, 2): "length"}.get((task, index), "stop")
             score = None if (task, index) == (1, 0) else draw.choice([0.0, 0.5, 1.0])
             rewards = {"right": score, "brief": None if score is None else draw.random()}
-            samples.append(Sample(task, index, prompt, tokens, trained, logprobs, span, finish, rewards=rewards))
+            samples.append(
+                Sample(
+                    task, index, prompt, tokens, trained, logprobs, span, finish, rewards=rewards
+                )
+            )
     return samples
 
 
@@ -267,7 +308,9 @@ class OneStep(RunContext):
     """A run of its parts in which a recipe takes one step of plain SGD, with learning rate 1."""
 
     def __init__(self, config, policy, reference, accelerator, *, step=STEP):
-        super().__init__(config, accelerator, None, policy, Dataset.from_dict({"prompt": [[1]] * GROUPS}))
+        super().__init__(
+            config, accelerator, None, policy, Dataset.from_dict({"prompt": [[1]] * GROUPS})
+        )
         self.frozen, self.step = reference, step
 
     def reference(self, kind, *, needed, temperature):
@@ -275,8 +318,14 @@ class OneStep(RunContext):
 
     def train(self, losses, read, feed, *, save):
         micro_batches = feed(self.step)
-        result = stepped(self.accelerator, self.model, micro_batches, compose(losses, read), weightings(losses))
-        further = {name: value for name, value in feed.step_metrics().items() if name not in _OF_THE_SAMPLER}
+        result = stepped(
+            self.accelerator, self.model, micro_batches, compose(losses, read), weightings(losses)
+        )
+        further = {
+            name: value
+            for name, value in feed.step_metrics().items()
+            if name not in _OF_THE_SAMPLER
+        }
         result["metrics"] |= further
         feed.close()
         return SimpleNamespace(train=lambda: result)
@@ -290,12 +339,15 @@ def given_samples(run, samples):
 
 
 def one_step_of(config, policy, reference, samples, accelerator, **options):
-    """The result of the recipe itself, see `stepped`, where samples, reference and policy are these."""
+    """The result of the recipe itself, see `stepped`, where samples, reference and policy are
+    these.
+    """
     open_recipe = open_ppo if isinstance(config, PPO) else open_grpo
     with tempfile.TemporaryDirectory() as directory:
         config = replace(config, output=directory)
         return open_recipe(
-            config, given_samples(OneStep(config, policy, reference, accelerator, **options), samples)
+            config,
+            given_samples(OneStep(config, policy, reference, accelerator, **options), samples),
         ).train()
 
 
@@ -304,7 +356,9 @@ def online_step(config, layout, accelerator, samples, mesh=None):
     head = torch.nn.Linear(32, 1, dtype=torch.float64) if isinstance(config, PPO) else None
     policy = make_policy(value_head=head, mesh=mesh)
     policy.layout = layout
-    reference = alike(frozen(make_policy(seed=1, mesh=mesh), temperature=config.temperature), accelerator)
+    reference = alike(
+        frozen(make_policy(seed=1, mesh=mesh), temperature=config.temperature), accelerator
+    )
     return one_step_of(config, policy, reference, samples, accelerator)
 
 
@@ -313,11 +367,14 @@ _OF_THE_SAMPLER = ("sampling/seconds", "sampling/retries")
 
 @contextmanager
 def numbers(dtype):
-    """Whole steps in this dtype; in bfloat16 forward passes are under autocast and weights in float32, as in runs."""
+    """Whole steps in this dtype; in bfloat16 forward passes are under autocast and weights in
+    float32, as in runs.
+    """
     before, mixed = torch.get_default_dtype(), dtype is torch.bfloat16
     torch.set_default_dtype(torch.float32 if mixed else dtype)
     AcceleratorState._reset_state()
-    Accelerator(cpu=True, mixed_precision="bf16" if mixed else "no")  # all that follow are like the first
+    # all that follow are like the first
+    Accelerator(cpu=True, mixed_precision="bf16" if mixed else "no")
     try:
         yield
     finally:
@@ -329,10 +386,14 @@ def one_step(name, layout, micro_tokens, shards=1):
     accelerator = Accelerator(cpu=True)
     mesh = None if shards == 1 else init_device_mesh("cpu", (shards,))
     if name in ONLINE:
-        return online_step(replace(ONLINE[name], micro_tokens=micro_tokens), layout, accelerator, scripted(), mesh)
+        return online_step(
+            replace(ONLINE[name], micro_tokens=micro_tokens), layout, accelerator, scripted(), mesh
+        )
     model, examples, columns, terms, read, options = setup(name, accelerator, mesh)
     model.layout = layout
-    data = Dataset.from_dict({**{field: [getattr(e, field) for e in examples] for field in Example._fields}, **columns})
+    data = Dataset.from_dict(
+        {**{field: [getattr(e, field) for e in examples] for field in Example._fields}, **columns}
+    )
     batches = Batches(
         [len(e.prompt) * len(e.completions) + sum(map(len, e.completions)) for e in examples],
         batch_size=EXAMPLES,
@@ -350,7 +411,9 @@ def stepped(accelerator, model, mine, objective, weightings):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
     prepared, optimizer = prepare(accelerator, model, optimizer)
-    metrics = train_step(accelerator, prepared, optimizer, mine, objective, weightings, max_grad_norm=float("inf"))
+    metrics = train_step(
+        accelerator, prepared, optimizer, mine, objective, weightings, max_grad_norm=float("inf")
+    )
     # Plain SGD with learning rate 1: the step is the gradient.
     after = [whole(parameter.detach()) for parameter in model.parameters()]
     gradient = torch.cat([(b - a).flatten() for b, a in zip(before, after, strict=True)])
@@ -369,10 +432,12 @@ def assert_same(result, expected):
 
 
 def assert_same_in_bfloat16(result, whole, exact):
-    """Agreement of a split of a step with the ``whole`` of it, as far as bfloat16 goes; ``exact`` is it in float64.
+    """Agreement of a split of a step with the ``whole`` of it, as far as bfloat16 goes; ``exact``
+    is it in float64.
 
-    Two gradients whose roundings have nothing in common, each as far from the exact one as that of the whole step,
-    would be √2 times as far from each other. What has nothing to do with the policy's numbers is the same.
+    Two gradients whose roundings have nothing in common, each as far from the exact one as that of
+    the whole step, would be √2 times as far from each other. What has nothing to do with the
+    policy's numbers is the same.
     """
     gradient = torch.as_tensor(result["gradient"], dtype=torch.float64)
     error = (whole["gradient"] - exact["gradient"]).norm()
@@ -386,31 +451,42 @@ def assert_same_in_bfloat16(result, whole, exact):
 
 
 def assert_rounded_once(whole, exact):
-    """Nothing but bfloat16 is between the whole step and it in float64: each linear map rounds once each way.
+    """Nothing but bfloat16 is between the whole step and it in float64: each linear map rounds once
+    each way.
 
-    There are four in sequence in each of the two layers, and the head. Roundings are independent, so that their
-    squares add: UNIT √(2·9) of the gradient's norm.
+    There are four in sequence in each of the two layers, and the head. Roundings are independent,
+    so that their squares add: UNIT √(2·9) of the gradient's norm.
     """
     error = (whole["gradient"] - exact["gradient"]).norm()
     assert 0.1 * UNIT < error / exact["gradient"].norm() <= math.sqrt(18) * UNIT
-    assert whole["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact))
+    assert whole["metrics"]["loss"] == pytest.approx(
+        exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact)
+    )
 
 
 def assert_as_near(result, peer, exact):
-    """The rule for kernels: at most twice as far from float64 as the peer's gradient under the same autocast."""
+    """The rule for kernels: at most twice as far from float64 as the peer's gradient under the same
+    autocast.
+    """
     error = (peer.double() - exact["gradient"]).norm()
     assert error > 0.1 * UNIT * exact["gradient"].norm()
     assert (result["gradient"] - exact["gradient"]).norm() <= 2 * error
-    assert result["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact))
+    assert result["metrics"]["loss"] == pytest.approx(
+        exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact)
+    )
 
 
 def rounding_of_the_loss(exact):
-    """UNIT ‖g ∘ θ‖: how far independent roundings of all weights move it, to first order. Those of what they are
-    multiplied with, and of the products, are as many again, so that three times that bounds the error."""
+    """UNIT ‖g ∘ θ‖: how far independent roundings of all weights move it, to first order. Those of
+    what they are multiplied with, and of the products, are as many again, so that three times that
+    bounds the error.
+    """
     return UNIT * float((exact["gradient"] * exact["weight"]).norm())
 
 
-KINDS = {  # by kind: recipes, their dtype, and the splits of a step that two ranks take, the last one in shards
+# by kind: recipes, their dtype, and the splits of a step that two ranks take, the last one in
+# shards
+KINDS = {
     "offline": (RECIPES, torch.float64, (("packed", 30), ("padded", 1), ("shared", 60, 2))),
     "online": (tuple(ONLINE), torch.float64, (("shared", 30), ("padded", 1), ("packed", 60, 2))),
     "bfloat16": (IN_BFLOAT16, torch.bfloat16, (("padded", 30), ("shared", 40, 2))),
@@ -424,9 +500,15 @@ def splits_on_ranks(kind, name):
 
 
 def be_rank(output, kind):
-    """Take the step of every recipe of this kind under its splits, as one of several ranks; rank 0 saves them."""
+    """Take the step of every recipe of this kind under its splits, as one of several ranks; rank 0
+    saves them.
+    """
     names, dtype, _ = KINDS[kind]
     with numbers(dtype):
-        results = {(name, split): one_step(name, *split) for name in names for split in splits_on_ranks(kind, name)}
+        results = {
+            (name, split): one_step(name, *split)
+            for name in names
+            for split in splits_on_ranks(kind, name)
+        }
     if int(os.environ["RANK"]) == 0:
         torch.save(results, output)

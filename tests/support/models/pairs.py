@@ -1,4 +1,6 @@
-"""Two language-model heads to try the kernels on, a student and its teacher, and what they are held to: float64."""
+"""Two language-model heads to try the kernels on, a student and its teacher, and what they are held
+to: float64.
+"""
 
 import math
 from typing import Any
@@ -33,7 +35,11 @@ normal = Normal()
 def problem(tokens: int = 63, size: int = 100, **changes: Any) -> dict[str, Any]:
     """The arguments of ``linear_divergence``: a student of width 20, a teacher of width 12."""
     heads = {"student": normal.head(20, size), "teacher": normal.head(12, size)}
-    return {"student_hidden": normal(tokens, 20), "teacher_hidden": normal(tokens, 12)} | heads | changes
+    return (
+        {"student_hidden": normal(tokens, 20), "teacher_hidden": normal(tokens, 12)}
+        | heads
+        | changes
+    )
 
 
 def biased(**biases: Tensor) -> dict[str, Any]:
@@ -93,7 +99,11 @@ def in_dtype(case: Any, dtype: torch.dtype) -> Any:
         return Head(*(in_dtype(value, dtype) for value in case))
     if isinstance(case, tuple):
         return tuple(in_dtype(value, dtype) for value in case)
-    return {name: in_dtype(value, dtype) for name, value in case.items()} if isinstance(case, dict) else case
+    return (
+        {name: in_dtype(value, dtype) for name, value in case.items()}
+        if isinstance(case, dict)
+        else case
+    )
 
 
 def leaves(case: dict[str, Any], who: str = "student") -> dict[str, Tensor]:
@@ -108,7 +118,9 @@ def arriving(tokens: int) -> Tensor:
     return torch.randn(tokens, generator=torch.Generator().manual_seed(1)) / max(tokens, 1)
 
 
-def gradients(case: dict[str, Any], divergence: Tensor, upstream: Tensor | None = None) -> dict[str, Tensor]:
+def gradients(
+    case: dict[str, Any], divergence: Tensor, upstream: Tensor | None = None
+) -> dict[str, Tensor]:
     """The divergence, and the student's gradients, all in float64."""
     upstream = arriving(len(divergence)) if upstream is None else upstream
     divergence.backward(upstream.to(divergence))
@@ -116,14 +128,19 @@ def gradients(case: dict[str, Any], divergence: Tensor, upstream: Tensor | None 
     return {name: t.detach().double() for name, t in ({"divergence": divergence} | grads).items()}
 
 
-def measure(case: dict[str, Any], backend: str, upstream: Tensor | None = None, **changes: Any) -> dict[str, Tensor]:
+def measure(
+    case: dict[str, Any], backend: str, upstream: Tensor | None = None, **changes: Any
+) -> dict[str, Tensor]:
     """``gradients`` of ``linear_divergence``."""
     return gradients(case, linear_divergence(**case | {"backend": backend} | changes), upstream)
 
 
 def usual(case: dict[str, Any], beta: float) -> Tensor:
     """What a trainer does: logits in the precision of the model, all else in float32."""
-    vocab, temperature = case.get("vocab") or len(case["student"].weight), case.get("temperature", 1.0)
+    vocab, temperature = (
+        case.get("vocab") or len(case["student"].weight),
+        case.get("temperature", 1.0),
+    )
     heads = ((case[f"{who}_hidden"], case[who]) for who in ("student", "teacher"))
     logits = (reference.head_logits(h, head, vocab, h.dtype).float() for h, head in heads)
     s, t = (reference.log_softmax(z, temperature)[0] for z in logits)
@@ -138,14 +155,21 @@ def usual(case: dict[str, Any], beta: float) -> Tensor:
 
 
 def assert_as_good_as_the_reference(
-    case: dict[str, Any], beta: float, dtype: torch.dtype, backend: str = "torch", products: str = "exact"
+    case: dict[str, Any],
+    beta: float,
+    dtype: torch.dtype,
+    backend: str = "torch",
+    products: str = "exact",
 ) -> None:
-    """Error against float64 at most twice the definition's own in the same precision, plus 1e-6 and a rounding.
+    """Error against float64 at most twice the definition's own in the same precision, plus 1e-6 and
+    a rounding.
 
-    Each gradient subtracts the divergence, p (log p/q − KL), which is kept in float32. Float32 numbers beside 12 nats
-    lie 1e-6 apart: the definition's own error may be far below that by luck, and was on some processors.
+    Each gradient subtracts the divergence, p (log p/q − KL), which is kept in float32. Float32
+    numbers beside 12 nats lie 1e-6 apart: the definition's own error may be far below that by luck,
+    and was on some processors.
 
-    Where the factors of a product are of 16 bits, as on a GPU, so is dc, and the measure is what is ``usual`` there.
+    Where the factors of a product are of 16 bits, as on a GPU, so is dc, and the measure is what is
+    ``usual`` there.
     """
     rounded = in_dtype(case, dtype)
     exact = measure(in_dtype(rounded, torch.float64), "reference", beta=beta)

@@ -1,4 +1,6 @@
-"""Models of several families, split over two ranks that compute together, beside the same model whole on each."""
+"""Models of several families, split over two ranks that compute together, beside the same model
+whole on each.
+"""
 
 import copy
 import json
@@ -32,21 +34,36 @@ FAMILIES = {
     )
 }
 FAMILIES |= {"olmo2": Olmo2Config(**_SMALL), "phi3": Phi3Config(**_SMALL)}
-# Plain and tied heads, windows and two kinds of rotary embeddings, norms of heads, layers that hold several.
+# Plain and tied heads, windows and two kinds of rotary embeddings, norms of heads, layers that hold
+# several.
 DISTINCT = ("llama", "llama_tied", "gemma3", "cohere", "olmo2", "phi3")
 
 
 def with_adapters():
-    return get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
+    return get_peft_model(
+        make_model(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+    )
 
 
 # By name: what makes the model, and a part of the message.
 REFUSED = {
-    "no plan": (lambda: make_model("gpt2"), "GPT2LMHeadModel: transformers has no plan to split its layers"),
-    "heads": (lambda: make_model(num_key_value_heads=1), "LlamaForCausalLM has num_key_value_heads=1, no multiple of"),
-    "features": (lambda: make_model(intermediate_size=49), "49 features of model.layers.0.mlp.gate_proj are no multi"),
+    "no plan": (
+        lambda: make_model("gpt2"),
+        "GPT2LMHeadModel: transformers has no plan to split its layers",
+    ),
+    "heads": (
+        lambda: make_model(num_key_value_heads=1),
+        "LlamaForCausalLM has num_key_value_heads=1, no multiple of",
+    ),
+    "features": (
+        lambda: make_model(intermediate_size=49),
+        "49 features of model.layers.0.mlp.gate_proj are no multi",
+    ),
     "adapters": (with_adapters, "self_attn.q_proj is no linear layer of torch, but peft."),
-    "experts": (lambda: of_config(Qwen3MoeConfig(**_SMALL, num_experts=4)), "which is not supported; shard it by"),
+    "experts": (
+        lambda: of_config(Qwen3MoeConfig(**_SMALL, num_experts=4)),
+        "which is not supported; shard it by",
+    ),
 }
 
 
@@ -63,9 +80,13 @@ def gradients(policy, accelerator):
     """Log-probs, gradients by name, and their norm, of one batch that every rank reads."""
     outputs = policy(collate(make_examples(5)))
     logprob = outputs.logprob
-    (logprob.square().sum() + (0.0 if outputs.value is None else outputs.value.square().sum())).backward()
+    (
+        logprob.square().sum() + (0.0 if outputs.value is None else outputs.value.square().sum())
+    ).backward()
     norm = accelerator.clip_grad_norm_(policy.parameters(), 1e9)
-    tensors = {name: parameter.grad for name, parameter in policy.named_parameters()} | {"log-probs": logprob.detach()}
+    tensors = {name: parameter.grad for name, parameter in policy.named_parameters()} | {
+        "log-probs": logprob.detach()
+    }
     return {name: full(each) for name, each in tensors.items()}, float(full(norm))
 
 
@@ -84,9 +105,13 @@ def be_rank(output, names):
         found, norm = gradients(policy, accelerator)
         sizes = {False: 0, True: 0}
         for parameter in policy.parameters():
-            sizes[any(placement.is_shard() for placement in parameter.placements[1:])] += parameter.nbytes
+            sizes[any(placement.is_shard() for placement in parameter.placements[1:])] += (
+                parameter.nbytes
+            )
         families[name] = {
-            "differences": {name: float((found[name] - expected[name]).abs().max()) for name in expected},
+            "differences": {
+                name: float((found[name] - expected[name]).abs().max()) for name in expected
+            },
             "largest": min(float(each.abs().max()) for each in expected.values()),
             "norm": norm,
             "expected_norm": expected_norm,

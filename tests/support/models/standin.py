@@ -1,8 +1,10 @@
-"""A stand-in for a GPU: torch's device "standin", whose memory is the host's, but which refuses what a GPU refuses.
+"""A stand-in for a GPU: torch's device "standin", whose memory is the host's, but which refuses
+what a GPU refuses.
 
-An operator of tensors of both devices raises, and so do collectives of tensors of the host in the ranks' main group, as
-NCCL's do. Autograd, autocast, DDP and FSDP2 see a device that is not the CPU; its operators are those of the CPU, and
-nothing runs beside the host. Importing this module registers the device, for the rest of the process.
+An operator of tensors of both devices raises, and so do collectives of tensors of the host in the
+ranks' main group, as NCCL's do. Autograd, autocast, DDP and FSDP2 see a device that is not the CPU;
+its operators are those of the CPU, and nothing runs beside the host. Importing this module
+registers the device, for the rest of the process.
 """
 
 import os
@@ -13,19 +15,46 @@ import torch
 import torch.distributed as dist
 from accelerate.state import DistributedType, PartialState
 from torch import nn
-from torch._C import DispatchKey, DispatchKeySet, _acc, _construct_storage_from_data_pointer, _ExcludeDispatchKeyGuard
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _acc,
+    _construct_storage_from_data_pointer,
+    _ExcludeDispatchKeyGuard,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_init
 from torch.distributed.tensor import DTensor
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import (
+    _DummyBackendModule,
+    _setup_privateuseone_for_python_backend,
+)
 
 aten = torch.ops.aten
 HOST = DispatchKeySet(DispatchKey.CPU)
 INDEXING = (aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_, aten._unsafe_index)
-HALVED = (aten.linear, aten.matmul, aten.mm, aten.addmm, aten.bmm, aten.scaled_dot_product_attention)  # by autocast
+# by autocast
+HALVED = (
+    aten.linear,
+    aten.matmul,
+    aten.mm,
+    aten.addmm,
+    aten.bmm,
+    aten.scaled_dot_product_attention,
+)
 GATHERED = ("_allgather_base", "_reduce_scatter_base")
-LISTS = ("allgather", "allreduce", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter")
+LISTS = (
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "scatter",
+)
 
 
 class Stream(torch.cpu.Stream):
@@ -41,7 +70,9 @@ class Stream(torch.cpu.Stream):
 class Module(_DummyBackendModule):
     """``torch.standin``"""
 
-    set_device = get_rng_state = set_rng_state = staticmethod(lambda *args, **kwargs: torch.get_rng_state())
+    set_device = get_rng_state = set_rng_state = staticmethod(
+        lambda *args, **kwargs: torch.get_rng_state()
+    )
     Stream = current_stream = staticmethod(lambda *args, **kwargs: Stream())
 
     def __getattr__(self, name):
@@ -81,7 +112,9 @@ def near(tensor):
     if not there(tensor):
         return tensor
     whole, empty = tensor.untyped_storage(), torch.empty(0, dtype=tensor.dtype)
-    storage = _construct_storage_from_data_pointer(whole.data_ptr(), torch.device("cpu"), whole.nbytes())
+    storage = _construct_storage_from_data_pointer(
+        whole.data_ptr(), torch.device("cpu"), whole.nbytes()
+    )
     return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
@@ -107,13 +140,19 @@ def compute(op, *args, **kwargs):
     if any(argument.name == "device" for argument in op._schema.arguments):
         kwargs["device"] = "cpu"
     formal = zip(args, op._schema.arguments, strict=False)
-    number = any(isinstance(arg, bool | int | float) and str(each.type) == "Tensor" for arg, each in formal)
+    number = any(
+        isinstance(arg, bool | int | float) and str(each.type) == "Tensor" for arg, each in formal
+    )
     args, kwargs = tree_map_only(torch.Tensor, lambda tensor: hosts[id(tensor)], (args, kwargs))
     result = (packet if number else op)(*args, **kwargs)
     for out in unsized:
         far(storage_of(hosts[id(out)]), hosts[id(out)], out)
     same = {id(hosts[id(tensor)]): tensor for tensor in given}
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in given if tensor.numel()}
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in given
+        if tensor.numel()
+    }
 
     def back(host):
         if id(host) in same:
@@ -134,11 +173,15 @@ def refuse_both(packet, leaves):
 def cast(op, *args, **kwargs):
     def half(tensor):
         return (
-            tensor.to(torch.get_autocast_dtype("standin")) if there(tensor) and tensor.is_floating_point() else tensor
+            tensor.to(torch.get_autocast_dtype("standin"))
+            if there(tensor) and tensor.is_floating_point()
+            else tensor
         )
 
     with _ExcludeDispatchKeyGuard(DispatchKeySet(DispatchKey.AutocastPrivateUse1)):
-        return op(*tree_map_only(torch.Tensor, half, args), **tree_map_only(torch.Tensor, half, kwargs))
+        return op(
+            *tree_map_only(torch.Tensor, half, args), **tree_map_only(torch.Tensor, half, kwargs)
+        )
 
 
 def empty(make, *shape, dtype=None, **_):
@@ -152,7 +195,11 @@ every.fallback(fallthrough_kernel, "AutocastPrivateUse1")
 own.impl("empty.memory_format", partial(empty, torch.empty), "PrivateUse1")
 own.impl("empty_strided", partial(empty, torch.empty_strided), "PrivateUse1")
 for packet in HALVED:
-    own.impl(packet.default._schema.name.removeprefix("aten::"), partial(cast, packet.default), "AutocastPrivateUse1")
+    own.impl(
+        packet.default._schema.name.removeprefix("aten::"),
+        partial(cast, packet.default),
+        "AutocastPrivateUse1",
+    )
 
 
 class Group(dist.ProcessGroup):
@@ -161,7 +208,8 @@ class Group(dist.ProcessGroup):
     def __init__(self, store, rank, size, timeout):
         super().__init__(rank, size)
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._register_backend(DEVICE, dist.ProcessGroup.BackendType.CUSTOM, self.gloo)  # which has its name
+        # which has its name
+        self._register_backend(DEVICE, dist.ProcessGroup.BackendType.CUSTOM, self.gloo)
 
     def getBackendName(self):
         return "standin"
@@ -170,7 +218,9 @@ class Group(dist.ProcessGroup):
 def collective(name, group, *args):
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.Tensor) and not there(leaf):
-            raise RuntimeError(f"No backend type associated with device type {leaf.device.type}: {name}")
+            raise RuntimeError(
+                f"No backend type associated with device type {leaf.device.type}: {name}"
+            )
     # NCCL does not look at the shapes of those that it gathers.
     host = (lambda tensor: near(tensor).view(-1)) if name in GATHERED else near
     work = getattr(group.gloo, name)(*tree_map_only(torch.Tensor, host, args))
@@ -189,8 +239,13 @@ def method(function, name):
 for name in (*LISTS, *GATHERED):
     setattr(Group, name, method(collective, name))
 Group.all_to_all_single = Group.alltoall_base
-Group.all_gather_single, Group.reduce_scatter_single = Group._allgather_base, Group._reduce_scatter_base
-Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced = method(coalesced, "_allgather_base")
+Group.all_gather_single, Group.reduce_scatter_single = (
+    Group._allgather_base,
+    Group._reduce_scatter_base,
+)
+Group.allgather_into_tensor_coalesced = Group.all_gather_single_coalesced = method(
+    coalesced, "_allgather_base"
+)
 Group.reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced = method(
     coalesced, "_reduce_scatter_base"
 )
@@ -208,7 +263,9 @@ def clone(original, storage):
     """The device has no allocator of its own, which a copied parameter would ask for a storage."""
     if not there(storage):
         return original(storage)
-    host = _construct_storage_from_data_pointer(storage.data_ptr(), torch.device("cpu"), storage.nbytes())
+    host = _construct_storage_from_data_pointer(
+        storage.data_ptr(), torch.device("cpu"), storage.nbytes()
+    )
     return storage_of(torch.empty(0, dtype=torch.uint8).set_(host).clone())
 
 
@@ -223,7 +280,9 @@ def move(parameters, buffers, device):
         if not isinstance(tensor, DTensor) and tensor.device != device:
             moved = tensor.detach().to(device)
             kept = isinstance(tensor, nn.Parameter)
-            torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if kept else moved)
+            torch.utils.swap_tensors(
+                tensor, nn.Parameter(moved, tensor.requires_grad) if kept else moved
+            )
 
 
 def choose(state, *_):
@@ -232,7 +291,9 @@ def choose(state, *_):
 
 
 torch.Generator = Generator
-torch.UntypedStorage.clone = lambda storage, original=torch.UntypedStorage.clone: clone(original, storage)
+torch.UntypedStorage.clone = lambda storage, original=torch.UntypedStorage.clone: clone(
+    original, storage
+)
 torch.UntypedStorage.resize_ = lambda storage, size, original=torch.UntypedStorage.resize_: resize(
     original, storage, size
 )

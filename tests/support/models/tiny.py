@@ -1,4 +1,6 @@
-"""Small random models of every family that the policy claims to know, and small examples to feed them."""
+"""Small random models of every family that the policy claims to know, and small examples to feed
+them.
+"""
 
 import copy
 import json
@@ -47,11 +49,23 @@ FAMILIES = {
     "qwen2": Qwen2Config(**_SMALL),
     "qwen3": Qwen3Config(**_SMALL),
     "gemma2": Gemma2Config(
-        **_SMALL, sliding_window=4, final_logit_softcapping=2.0, attn_logit_softcapping=5.0, query_pre_attn_scalar=8
+        **_SMALL,
+        sliding_window=4,
+        final_logit_softcapping=2.0,
+        attn_logit_softcapping=5.0,
+        query_pre_attn_scalar=8,
     ),
-    "gemma3": Gemma3TextConfig(**_SMALL, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "gemma3": Gemma3TextConfig(
+        **_SMALL, sliding_window=4, final_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
     "gpt2": GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=256,
+        bos_token_id=1,
+        eos_token_id=2,
     ),
     "cohere": CohereConfig(**_SMALL, logit_scale=0.25),
     "cohere2": Cohere2Config(**_SMALL, logit_scale=0.25, sliding_window=4),
@@ -69,17 +83,23 @@ def make_model(family="llama", *, dtype=torch.float64, attention="sdpa", seed=0,
     config = copy.deepcopy({**FAMILIES, "llama_wide": WIDE}[family])
     config.update(changes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    with torch.no_grad():  # far from uniform, so that a wrong mask, scale or cap changes the numbers
+    # far from uniform, so that a wrong mask, scale or cap changes the numbers
+    with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(4.0) if parameter.ndim > 1 else None
     return model.eval()
 
 
 def make_classifier(task, *, labels=None, seed=0):
-    """A small Llama for sequence ("SEQ_CLS", one output) or token ("TOKEN_CLS", two) classification, float64."""
+    """A small Llama for sequence ("SEQ_CLS", one output) or token ("TOKEN_CLS", two)
+    classification, float64.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(**_SMALL, num_labels=labels or {"SEQ_CLS": 1, "TOKEN_CLS": 2}[task])
-    kind = {"SEQ_CLS": AutoModelForSequenceClassification, "TOKEN_CLS": AutoModelForTokenClassification}[task]
+    kind = {
+        "SEQ_CLS": AutoModelForSequenceClassification,
+        "TOKEN_CLS": AutoModelForTokenClassification,
+    }[task]
     model = kind.from_config(config, dtype=torch.float64)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -91,10 +111,14 @@ def make_classifier(task, *, labels=None, seed=0):
 
 
 def in_full_precision(model):
-    """A Llama whose norms are computed in the precision of its weights; transformers computes them in float32."""
+    """A Llama whose norms are computed in the precision of its weights; transformers computes them
+    in float32.
+    """
     for name, module in list(model.named_modules()):
         if type(module).__name__ == "LlamaRMSNorm":
-            exact = torch.nn.RMSNorm(module.weight.shape, eps=module.variance_epsilon, dtype=module.weight.dtype)
+            exact = torch.nn.RMSNorm(
+                module.weight.shape, eps=module.variance_epsilon, dtype=module.weight.dtype
+            )
             model.set_submodule(name, exact)
     return model
 
@@ -120,11 +144,14 @@ CHATML = (
 
 
 def save_model(directory, *, chat=True, seed=0, dtype=torch.float32, eos="<|end|>", **changes):
-    """A two-layer Llama on bytes, with a chat template and no pad token, on disk; returns the directory.
+    """A two-layer Llama on bytes, with a chat template and no pad token, on disk; returns the
+    directory.
 
     ``eos`` is the end token of the tokenizer, ``changes`` are of the model's configuration."""
     special = list(dict.fromkeys(["<|start|>", "<|end|>", eos]))
-    vocabulary = {token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    vocabulary = {
+        token: i for i, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])
+    }
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -134,7 +161,9 @@ def save_model(directory, *, chat=True, seed=0, dtype=torch.float32, eos="<|end|
         fast.chat_template = CHATML
     fast.save_pretrained(directory)
     torch.manual_seed(seed)
-    config = LlamaConfig(**{**_SMALL, "vocab_size": len(vocabulary), "max_position_embeddings": 512, **changes})
+    config = LlamaConfig(
+        **{**_SMALL, "vocab_size": len(vocabulary), "max_position_embeddings": 512, **changes}
+    )
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(directory)
     return directory
 

@@ -1,4 +1,6 @@
-"""Small tasks for the demo's model: what each recipe learns from, in seconds, on questions that it has not seen."""
+"""Small tasks for the demo's model: what each recipe learns from, in seconds, on questions that it
+has not seen.
+"""
 
 import json
 import random
@@ -9,7 +11,9 @@ from tiny import write_rows
 
 
 def save_start(directory):
-    """The demo's untrained model and its tokenizer of one token per character; returns the directory."""
+    """The demo's untrained model and its tokenizer of one token per character; returns the
+    directory.
+    """
     demo.save_start(directory, seed=0)
     return directory
 
@@ -20,7 +24,11 @@ def successors(count, seed):
     for _ in range(count):
         prompt = "".join(rng.choices("0123456789", k=4)) + "="
         right = str((int(prompt[3]) + 1) % 10)
-        yield {"prompt": prompt, "chosen": right, "rejected": rng.choice([c for c in "0123456789" if c != right])}
+        yield {
+            "prompt": prompt,
+            "chosen": right,
+            "rejected": rng.choice([c for c in "0123456789" if c != right]),
+        }
 
 
 def demonstrations(pairs):
@@ -38,7 +46,9 @@ def feedback(pairs, seed):
 
 
 def chains(count, seed, steps=4):
-    """Additions modulo ten, each of which goes on from the last: up to the first that is wrong, if any is."""
+    """Additions modulo ten, each of which goes on from the last: up to the first that is wrong, if
+    any is.
+    """
     rng = random.Random(seed)
     for _ in range(count):
         total, wrong = rng.randrange(10), rng.randrange(steps + 1)
@@ -55,9 +65,14 @@ def chains(count, seed, steps=4):
 def train(recipe, directory, model, data, eval_data, *flags):
     """Run a recipe; returns the first and the last line of its metrics, and where the model is."""
     directory.mkdir(parents=True)
-    paths = [write_rows(directory / name, list(rows)) for name, rows in (("d.jsonl", data), ("e.jsonl", eval_data))]
+    paths = [
+        write_rows(directory / name, list(rows))
+        for name, rows in (("d.jsonl", data), ("e.jsonl", eval_data))
+    ]
     arguments = ["--model", str(model), "--data", str(paths[0]), "--eval_data", str(paths[1])]
     arguments += ["--output", str(directory / "run"), "--batch_size", "32", "--warmup", "5", *flags]
     assert main([recipe, *arguments]) == 0
-    lines = [json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (directory / "run/metrics.jsonl").read_text().splitlines()
+    ]
     return lines[0], lines[-1], directory / "run/model"

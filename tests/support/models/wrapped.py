@@ -1,6 +1,7 @@
 """A policy on several ranks, under each of the wrappers that people put around it.
 
-Rank 0 saves its results: log-probs and entropies in order of the examples, gradients by name, what was seen on the way.
+Rank 0 saves its results: log-probs and entropies in order of the examples, gradients by name, what
+was seen on the way.
 """
 
 import tempfile
@@ -27,13 +28,20 @@ VOCABULARY = 1009  # more than all other sizes, and odd
 TARGET = [5, 1008, 504, 505, 0, 7, 7]
 
 
-TILES = {"ROWS": 32, "COLUMNS": 128, "KEEP": 0}  # of burnish.kernels.passes: a tile is a small part of [N, V]
+# of burnish.kernels.passes: a tile is a small part of [N, V]
+TILES = {"ROWS": 32, "COLUMNS": 128, "KEEP": 0}
 
 
 def make_model(*, tied=False, dtype=torch.float64, **changes):
     torch.manual_seed(0)
     config = LlamaConfig(
-        **{**_SMALL, "vocab_size": VOCABULARY, "num_hidden_layers": 1, "tie_word_embeddings": tied, **changes}
+        **{
+            **_SMALL,
+            "vocab_size": VOCABULARY,
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": tied,
+            **changes,
+        }
     )
     model = in_full_precision(AutoModelForCausalLM.from_config(config, dtype=dtype))
     with torch.no_grad():
@@ -60,11 +68,15 @@ EXAMPLES = make_examples(6, longest=40)
 
 
 def upstream(examples):
-    """Gradients that arrive at log-prob and entropy of the tokens of each example: its own, whoever has it."""
+    """Gradients that arrive at log-prob and entropy of the tokens of each example: its own, whoever
+    has it.
+    """
     given = []
     for example in examples:
         random = torch.Generator().manual_seed(EXAMPLES.index(example))
-        given.append(torch.randn(2, sum(map(sum, example.trained)), generator=random, dtype=torch.float64))
+        given.append(
+            torch.randn(2, sum(map(sum, example.trained)), generator=random, dtype=torch.float64)
+        )
     return torch.cat(given, 1)
 
 
@@ -82,16 +94,26 @@ def plain_run(model, examples):
     for example in examples:
         for completion, trained in zip(example.completions, example.trained, strict=True):
             ids = torch.tensor([example.prompt + completion])
-            logp = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)[len(example.prompt) - 1 : -1]
+            logp = (
+                model(input_ids=ids, use_cache=False)
+                .logits[0]
+                .log_softmax(-1)[len(example.prompt) - 1 : -1]
+            )
             logp, tokens = logp[trained], torch.tensor(completion)[trained]
-            outputs.append(torch.stack((logp.gather(1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1))))
+            outputs.append(
+                torch.stack((logp.gather(1, tokens[:, None])[:, 0], -(logp.exp() * logp).sum(-1)))
+            )
     outputs = torch.cat(outputs, 1)
     (outputs * upstream(examples)).sum().backward()
     return outputs.detach()
 
 
 def gradients(model):
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
 
 
 class Weights(TorchDispatchMode):
@@ -123,7 +145,9 @@ def gathered(outputs):
     """[2, tokens] of all examples in order, from the halves of two ranks."""
     counts = [sum(map(sum, example.trained)) for example in EXAMPLES]
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, torch.split(outputs, [counts[EXAMPLES.index(e)] for e in mine(EXAMPLES)], 1))
+    dist.all_gather_object(
+        ranks, torch.split(outputs, [counts[EXAMPLES.index(e)] for e in mine(EXAMPLES)], 1)
+    )
     return torch.cat([ranks[i % len(ranks)][i // len(ranks)] for i in range(len(EXAMPLES))], 1)
 
 
@@ -136,7 +160,12 @@ def trained(policy, model, *, seen=()):
     with Weights() as weights:
         outputs, largest = largest_tensor(run, policy, mine(EXAMPLES))
     grads = {name: whole(grad) * dist.get_world_size() for name, grad in gradients(model).items()}
-    return {"outputs": gathered(outputs), "gradients": grads, "largest": largest, "weights": weights.seen}
+    return {
+        "outputs": gathered(outputs),
+        "gradients": grads,
+        "largest": largest,
+        "weights": weights.seen,
+    }
 
 
 def ddp(model):
@@ -159,7 +188,10 @@ def fsdp(model, **options):
     policy = sharded(model, **options)
     before = type(policy.head.weight)
     found = trained(policy, model)
-    return {**found, "at rest": {before, type(policy.head.weight), *map(type, gradients(model).values())}}
+    return {
+        **found,
+        "at rest": {before, type(policy.head.weight), *map(type, gradients(model).values())},
+    }
 
 
 def sharded_head_without_its_hooks():
@@ -178,7 +210,9 @@ def parallel(model):
         outputs, largest = largest_tensor(run, policy, EXAMPLES)
     grads = {name: whole(grad) for name, grad in gradients(model).items()}
     ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (outputs, grads["lm_head.weight"], grads["model.embed_tokens.weight"]))
+    dist.all_gather_object(
+        ranks, (outputs, grads["lm_head.weight"], grads["model.embed_tokens.weight"])
+    )
     alike = all(torch.equal(x, y) for x, y in zip(*ranks, strict=True))
     with torch.no_grad():
         logits = whole(model(torch.tensor([[3, 4, 5]]), use_cache=False).logits)
@@ -189,7 +223,9 @@ def parallel(model):
 def colwise():
     model = make_model()
     layouts = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
-    return parallel(parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), layouts))
+    return parallel(
+        parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), layouts)
+    )
 
 
 def tensor_parallel_by_transformers():
@@ -199,8 +235,12 @@ def tensor_parallel_by_transformers():
         names = [directory]
         dist.broadcast_object_list(names)
         try:
-            model = AutoModelForCausalLM.from_pretrained(names[0], tp_plan="auto", dtype=torch.float64)
-        except ValueError as error:  # of transformers 5.17, which splits a vocabulary evenly or not at all
+            model = AutoModelForCausalLM.from_pretrained(
+                names[0], tp_plan="auto", dtype=torch.float64
+            )
+        except (
+            ValueError
+        ) as error:  # of transformers 5.17, which splits a vocabulary evenly or not at all
             if "must be divisible by the tensor parallel size" not in str(error):
                 raise
             return {"refused": str(error)}
@@ -216,8 +256,12 @@ def plain_head(placements=None):
     if placements is not None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for name, parameter in list(head.named_parameters()):
-            where = [Replicate()] if parameter.ndim == 1 and placements == [Shard(1)] else placements
-            setattr(head, name, nn.Parameter(distribute_tensor(parameter.detach() * 4, mesh, where)))
+            where = (
+                [Replicate()] if parameter.ndim == 1 and placements == [Shard(1)] else placements
+            )
+            setattr(
+                head, name, nn.Parameter(distribute_tensor(parameter.detach() * 4, mesh, where))
+            )
     else:
         with torch.no_grad():
             for parameter in head.parameters():
@@ -247,10 +291,15 @@ def teachers():
 def ask(head, hidden):
     """Everything that a fused head answers, one after the other, and the gradients of all of it."""
     hidden.requires_grad_()
-    answer = head(hidden, target=torch.tensor(TARGET), temperature=TEMPERATURE, outputs=("mean_logprob",))
+    answer = head(
+        hidden, target=torch.tensor(TARGET), temperature=TEMPERATURE, outputs=("mean_logprob",)
+    )
     values = [answer.logprob, answer.entropy, answer.logsumexp, answer.mean_logprob]
     target = torch.tensor(TARGET)
-    values += [head(hidden, target=target, teacher=teacher_outputs).divergence for teacher_outputs in teachers()]
+    values += [
+        head(hidden, target=target, teacher=teacher_outputs).divergence
+        for teacher_outputs in teachers()
+    ]
     torch.stack(values).mul(torch.arange(1.0, 7.0)[:, None]).sum().backward()
     grads = {"hidden": hidden.grad, **gradients(head)}
     layouts = {name: getattr(grad, "placements", None) for name, grad in grads.items()}

@@ -1,4 +1,6 @@
-"""Providers of the head for another process: they crash, hang, are broken where they are imported, or work."""
+"""Providers of the head for another process: they crash, hang, are broken where they are imported,
+or work.
+"""
 
 import os
 import signal

@@ -1,7 +1,8 @@
-"""Faults of the disk, of processes and of files, one at a time: after each, a run goes on to the same weights.
+"""Faults of the disk, of processes and of files, one at a time: after each, a run goes on to the
+same weights.
 
-The run is that of `resharded`: six steps, in a world of so many ranks of a kind, with checkpoints of steps 2 and 3;
-where ranks die in collectives, it is one of `sharded`.
+The run is that of `resharded`: six steps, in a world of so many ranks of a kind, with checkpoints
+of steps 2 and 3; where ranks die in collectives, it is one of `sharded`.
 """
 
 import errno
@@ -79,7 +80,8 @@ def at_call(number, action):
         return Counted(original(path, mode, *args, **options), call)
 
     patches = [
-        patch.object(os, name, counted(name)) for name in ("fsync", "mkdir", "rename", "open", "rmdir", "unlink")
+        patch.object(os, name, counted(name))
+        for name in ("fsync", "mkdir", "rename", "open", "rmdir", "unlink")
     ]
     for each in patches:
         each.start()
@@ -126,7 +128,9 @@ def fail(number):
 
 
 def be_failing(kind, rank, number, directory, every):
-    """An OSError of this number at every so-many-th call of one rank; each rank says so, and goes on after it."""
+    """An OSError of this number at every so-many-th call of one rank; each rank says so, and goes
+    on after it.
+    """
     expected, outcomes, total, here = unbroken(kind), [], 1, PartialState().process_index
     for n in (0, *range(1, 1000, every)):
         if n > total:
@@ -146,8 +150,13 @@ def be_failing(kind, rank, number, directory, every):
             total = len(calls)
             continue
         at = calls[n - 1]
-        # Of what is not needed any more, errors are ignored; else all ranks have failed, and said why.
-        assert failed is not None or (at in ("rmdir", "unlink", "open") and begin == 3), (n, at, begin)
+        # Of what is not needed any more, errors are ignored; else all ranks have failed, and said
+        # why.
+        assert failed is not None or (at in ("rmdir", "unlink", "open") and begin == 3), (
+            n,
+            at,
+            begin,
+        )
         if failed is not None:
             cause = os.strerror(number)
             assert cause in failed and "--resume true" in failed, failed
@@ -172,7 +181,9 @@ def be_killed(kind, rank, number, place):
     """Die at this call of the save of step 3, or write down all calls for 0."""
     run = train_to_save(kind, place)
     here = PartialState().process_index
-    with at_call(number if here == rank else 0, lambda: os.kill(os.getpid(), signal.SIGKILL)) as calls:
+    with at_call(
+        number if here == rank else 0, lambda: os.kill(os.getpid(), signal.SIGKILL)
+    ) as calls:
         save(run, place, 3)
     if number == 0 and here == rank:
         Path(place, "calls.json").write_text(json.dumps(calls))
@@ -196,10 +207,14 @@ def kill_at_calls(ranks, kind, rank, directory, every):
             status, printed = statuses[other]
             if other != rank:
                 assert status == 1, statuses  # one that doesn't end is killed
-                assert "another rank ended" in printed and "start again with --resume true" in printed, printed
+                assert (
+                    "another rank ended" in printed and "start again with --resume true" in printed
+                ), printed
         places.append((number, place))
     output = Path(directory, "resumed.pt")
-    ((status, printed), *_) = launch(ranks, be_resumed, kind, [str(place) for _, place in places], str(output))
+    ((status, printed), *_) = launch(
+        ranks, be_resumed, kind, [str(place) for _, place in places], str(output)
+    )
     assert status == 0, printed
     for (number, _), begin in zip(places, json.loads(output.read_text()), strict=True):
         outcomes.append([calls[number - 1], begin])
@@ -238,21 +253,27 @@ class Collectives(TorchDispatchMode):
 def be_killed_in_collective(start, shards, rank, number, output):
     """Die before this collective of a run of DPO, or write down all of this rank for 0."""
     here = int(os.environ["RANK"])
-    with Collectives(number if here == rank else 0, lambda: os.kill(os.getpid(), signal.SIGKILL)) as collectives:
+    with Collectives(
+        number if here == rank else 0, lambda: os.kill(os.getpid(), signal.SIGKILL)
+    ) as collectives:
         sharded.train(start, shards, "dpo", output, save_every=1)
     if number == 0 and here == rank:
         Path(output, "collectives.json").write_text(json.dumps(collectives.names))
 
 
 def kill_in_collectives(ranks, shards, rank, directory, every):
-    """kill -9 of one rank in collectives from the first to the last; resumed, one after the other, in another group."""
+    """kill -9 of one rank in collectives from the first to the last; resumed, one after the other,
+    in another group.
+    """
     start = Path(directory, "start")
     start.mkdir()
     sharded.prepare(start)
 
     def die(number):
         output = Path(directory, str(number))
-        return output, launch(ranks, be_killed_in_collective, str(start), shards, rank, number, str(output))
+        return output, launch(
+            ranks, be_killed_in_collective, str(start), shards, rank, number, str(output)
+        )
 
     whole, statuses = die(0)
     assert all(status == 0 for status, _ in statuses), statuses
@@ -263,11 +284,14 @@ def kill_in_collectives(ranks, shards, rank, directory, every):
         place, statuses = die(number)
         assert statuses[rank][0] == -signal.SIGKILL, statuses
         others = [status for other, (status, _) in enumerate(statuses) if other != rank]
-        ended = (place / "model/model.safetensors").exists()  # where the last one is that all are there
+        # where the last one is that all are there
+        ended = (place / "model/model.safetensors").exists()
         assert set(others) <= ({0, 1} if ended else {1}), statuses
         places.append(place)
         newest = checkpoint._all(place / "checkpoints")
-        outcomes.append([names[number - 1], int(newest[0].name.removeprefix("step-")) if newest else 0])
+        outcomes.append(
+            [names[number - 1], int(newest[0].name.removeprefix("step-")) if newest else 0]
+        )
     runs = [("dpo", str(place), {"save_every": 1, "resume": True}) for place in places]
     for status, printed in launch(ranks, sharded.be_rank, str(start), shards, runs):
         assert status == 0, printed[-5000:]
@@ -297,12 +321,16 @@ DAMAGES = {
     "a bit flipped": lambda path: flip(path, 0.4),
     "last bit flipped": lambda path: flip(path, 1.0),
     "missing": Path.unlink,
-    "of another step": lambda path: shutil.copy(path.parents[1] / "step-00000002" / path.name, path),
+    "of another step": lambda path: shutil.copy(
+        path.parents[1] / "step-00000002" / path.name, path
+    ),
 }
 
 
 def be_damaged(kind, directory, every):
-    """Files of the newest checkpoint damaged, in every so-many-th way; then all of both; and clocks that jump."""
+    """Files of the newest checkpoint damaged, in every so-many-th way; then all of both; and clocks
+    that jump.
+    """
     expected, outcomes = unbroken(kind), []
     run, whole = resharded.start(kind, random=True), Path(directory, "whole")
     main = run.accelerator.is_main_process
@@ -327,15 +355,25 @@ def be_damaged(kind, directory, every):
         check(f"{file} {name}", lambda place, f=file, d=damage: d(place / "step-00000003" / f), 2)
     for name in ("empty", "a bit flipped", "missing"):
         damage = DAMAGES[name]
-        check(f"all {name}", lambda place, d=damage: [d(file) for file in place.glob("*/state.pt")], 0)
-    check("renamed shard", lambda place: next(place.glob("*3/shard-0*")).rename(place / "shard-9"), 2)
+        check(
+            f"all {name}", lambda place, d=damage: [d(file) for file in place.glob("*/state.pt")], 0
+        )
+    check(
+        "renamed shard", lambda place: next(place.glob("*3/shard-0*")).rename(place / "shard-9"), 2
+    )
     check(
         "stray shard",
-        lambda place: shutil.copy(next(place.glob("*3/shard-0*")), place / "step-00000003/x.safetensors"),
+        lambda place: shutil.copy(
+            next(place.glob("*3/shard-0*")), place / "step-00000003/x.safetensors"
+        ),
         2,
     )
     for year in (0, 2**32):
-        check(f"newest dated {year}", lambda place, at=year: os.utime(place / "step-00000003", (at, at)), 3)
+        check(
+            f"newest dated {year}",
+            lambda place, at=year: os.utime(place / "step-00000003", (at, at)),
+            3,
+        )
         with patch.object(time, "time", lambda at=year: float(at)):
             check(f"clock at {year}", lambda place: None, 3)
     return outcomes
@@ -345,7 +383,12 @@ def be_rank(action, *arguments):
     """Print the outcomes as JSON: what each fault was, and the step that was gone on from."""
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
     random.seed(0)
-    actions = {"fail": be_failing, "damage": be_damaged, "kill": kill_at_calls, "collective": kill_in_collectives}
+    actions = {
+        "fail": be_failing,
+        "damage": be_damaged,
+        "kill": kill_at_calls,
+        "collective": kill_in_collectives,
+    }
     print(json.dumps(actions[action](*arguments)))
 
 
@@ -368,9 +411,13 @@ FAULTS = {
 
 
 def outcomes(name, directory, every=1):
-    """Of every so-many-th fault of a kind: what it was, and the step that the run went on from to the same weights."""
+    """Of every so-many-th fault of a kind: what it was, and the step that the run went on from to
+    the same weights.
+    """
     processes, *arguments = FAULTS[name]
-    results = forked.run_forked(processes, "faulty", *arguments, str(directory), every, timeout=1800)
+    results = forked.run_forked(
+        processes, "faulty", *arguments, str(directory), every, timeout=1800
+    )
     for status, printed in results:
         assert status == 0, printed[-5000:]
     return json.loads(results[0][1].splitlines()[-1])

@@ -1,8 +1,9 @@
-"""Functions in processes of their own, forked from one that has imported what they need and computed nothing.
+"""Functions in processes of their own, forked from one that has imported what they need and
+computed nothing.
 
-That process starts with the first call, imports each module once, and is killed with the process that started it, as
-are the processes that it forks. Imports take seconds and a fork takes none; what has run autograd or threads, as
-pytest's own process has, must not fork.
+That process starts with the first call, imports each module once, and is killed with the process
+that started it, as are the processes that it forks. Imports take seconds and a fork takes none;
+what has run autograd or threads, as pytest's own process has, must not fork.
 """
 
 import atexit
@@ -22,7 +23,8 @@ import time
 import traceback
 from pathlib import Path
 
-for folder in Path(__file__).parents[1].iterdir():  # this file is a script, too: what tests share is beside it
+# this file is a script, too: what tests share is beside it
+for folder in Path(__file__).parents[1].iterdir():
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
@@ -54,9 +56,11 @@ def _end(server):
 
 
 def run_forked(count, module, *arguments, timeout=600):
-    """Call ``module.be_rank(*arguments)`` in ``count`` processes; returns (exit status, what was printed) of each.
+    """Call ``module.be_rank(*arguments)`` in ``count`` processes; returns (exit status, what was
+    printed) of each.
 
-    Several find in their environment what torchrun tells the ranks of a group. Arguments pass through JSON.
+    Several find in their environment what torchrun tells the ranks of a group. Arguments pass
+    through JSON.
     """
     server = _server()
     print(json.dumps([count, module, *arguments]), file=server.stdin, flush=True)
@@ -66,12 +70,16 @@ def run_forked(count, module, *arguments, timeout=600):
     line = server.stdout.readline()
     if not line:
         _end(server)
-        raise RuntimeError(f"the process that should import {module} and fork has ended; its stderr says why")
+        raise RuntimeError(
+            f"the process that should import {module} and fork has ended; its stderr says why"
+        )
     return json.loads(line)
 
 
 def die_with(parent):
-    """Have the kernel kill this process when the thread that started it ends; ``parent`` is that thread's process."""
+    """Have the kernel kill this process when the thread that started it ends; ``parent`` is that
+    thread's process.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
@@ -103,7 +111,9 @@ def wait_for_all(children):
     statuses, end = {}, None
     while len(statuses) < len(children):
         for child in children:
-            if child not in statuses and os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if child not in statuses and os.waitid(
+                os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ):
                 statuses[child] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 if statuses[child] and end is None:
                     end = time.monotonic() + GRACE
@@ -115,14 +125,21 @@ def wait_for_all(children):
 
 
 def group(count, taken):
-    """The environment of each rank of a group over gloo on this machine, that meets at the port of this socket.
+    """The environment of each rank of a group over gloo on this machine, that meets at the port of
+    this socket.
 
-    While the socket has it, without listening, the kernel gives the port to nobody who asks for any.
+    While the socket has it, without listening, the kernel gives the port to nobody who asks for
+    any.
     """
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     taken.bind(("127.0.0.1", 0))
     port = taken.getsockname()[1]
-    common = {"WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
+    common = {
+        "WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "ACCELERATE_USE_CPU": "true",
+    }
     return [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(count)]
 
 
@@ -130,7 +147,9 @@ def run(count, function, arguments, directory):
     logs = [Path(directory, f"{rank}.txt") for rank in range(count)]
     with socket.socket() as taken:
         environments = group(count, taken) if count > 1 else [{}]
-        children = [fork(function, arguments, *rank) for rank in zip(environments, logs, strict=True)]
+        children = [
+            fork(function, arguments, *rank) for rank in zip(environments, logs, strict=True)
+        ]
         return list(zip(wait_for_all(children), [log.read_text() for log in logs], strict=True))
 
 
@@ -145,7 +164,9 @@ def main(parent):
             importlib.import_module(module)
             gc.enable()
             gc.collect()
-            gc.freeze()  # a child that looked at the million objects of the imports would have its own copy of them
+            # a child that looked at the million objects of the imports would have its own copy of
+            # them
+            gc.freeze()
         with tempfile.TemporaryDirectory() as directory:
             outcomes = run(count, sys.modules[module].be_rank, arguments, directory)
         print(json.dumps(outcomes), file=answers, flush=True)

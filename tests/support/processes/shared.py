@@ -8,7 +8,9 @@ from forked import run_forked
 
 
 def made_once(tmp_path_factory, name, make):
-    """The folder of this name, filled by ``make(folder)`` in the first process of the session that asks for it."""
+    """The folder of this name, filled by ``make(folder)`` in the first process of the session that
+    asks for it.
+    """
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     with FileLock(root / f"{name}.lock"):
@@ -28,6 +30,7 @@ def found_by_ranks(tmp_path_factory, ranks, module, *names):
 
     return json.loads(
         (
-            made_once(tmp_path_factory, "-".join([module, *(each[0] for each in names)]), make) / "results.json"
+            made_once(tmp_path_factory, "-".join([module, *(each[0] for each in names)]), make)
+            / "results.json"
         ).read_text()
     )

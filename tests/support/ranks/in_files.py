@@ -1,4 +1,6 @@
-"""Models whose ranks read their shards from files, in a process of its own: the other ranks don't exist."""
+"""Models whose ranks read their shards from files, in a process of its own: the other ranks don't
+exist.
+"""
 
 import gc
 import json
@@ -21,7 +23,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 RANKS = 3  # some dimensions are no multiple of it
 LAYERS = 9
-# Qwen 2 has biases, Gemma 3 two kinds of rotary frequencies, GPT-2 learned positions and its matrices transposed.
+# Qwen 2 has biases, Gemma 3 two kinds of rotary frequencies, GPT-2 learned positions and its
+# matrices transposed.
 FAMILIES = ("llama", "llama_tied", "qwen2", "gemma3", "gpt2")
 SETTINGS = {
     "plain": {},
@@ -38,9 +41,15 @@ def prepare(directory):
     make_model(dtype=torch.float32).save_pretrained(directory / "two tables")
     config = directory / "two tables/config.json"  # it says that they are one
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     experts = MixtralConfig(vocab_size=61, num_key_value_heads=2, num_local_experts=4, **sizes)
-    AutoModelForCausalLM.from_config(experts).save_pretrained(directory / "experts")  # stored one by one
+    # stored one by one
+    AutoModelForCausalLM.from_config(experts).save_pretrained(directory / "experts")
     make_model(dtype=torch.float32, num_hidden_layers=LAYERS).save_pretrained(directory / "deep")
 
 
@@ -53,7 +62,8 @@ def load(path, shards, *, classifier=False, **fields):
 def difference(model, expected, rank):
     """The first tensor that is not this rank's part of the one that is expected."""
     ours, theirs = (
-        [*each.named_parameters(remove_duplicate=False), *each.named_buffers()] for each in (model, expected)
+        [*each.named_parameters(remove_duplicate=False), *each.named_buffers()]
+        for each in (model, expected)
     )
     if [name for name, _ in ours] != [name for name, _ in theirs]:
         return "names"
@@ -74,7 +84,9 @@ def held():
     gc.collect()
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-    storages = [each.untyped_storage() for each in local if each.is_floating_point() and not each.is_meta]
+    storages = [
+        each.untyped_storage() for each in local if each.is_floating_point() and not each.is_meta
+    ]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -132,7 +144,10 @@ def be_rank(directory, output):
             path, settings = Path(directory, name), SETTINGS[kind]
             lines.clear()
             model = load(path, RANKS, **settings)
-            result = {"left": sum(hasattr(each, "place") for each in model.parameters()), "lines": list(lines)}
+            result = {
+                "left": sum(hasattr(each, "place") for each in model.parameters()),
+                "lines": list(lines),
+            }
             sharding.shard(model, mesh)
             if (name, kind) not in expected:
                 expected[name, kind] = load(path, 1, **settings)

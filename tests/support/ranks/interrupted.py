@@ -1,4 +1,6 @@
-"""A run that was killed after a checkpoint, and goes on from there; and optimizers of weights that ranks share."""
+"""A run that was killed after a checkpoint, and goes on from there; and optimizers of weights that
+ranks share.
+"""
 
 import json
 import os
@@ -12,7 +14,10 @@ import torch
 from burnish.loops.config import Common, Lora
 from burnish.loops.train import optimizers
 from killed import RECIPES
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 STEPS, KILLED_AFTER = 6, 3
 
@@ -26,8 +31,16 @@ def train(recipe, **fields):
 
 
 def resumed(fields, directory, recipe="sft"):
-    """Train, and train again from the checkpoint in the middle; the files of both models, and the metrics of both."""
-    fields = {"batch_size": 4, "steps": STEPS, "save_every": KILLED_AFTER, "learning_rate": 1e-2, **fields}
+    """Train, and train again from the checkpoint in the middle; the files of both models, and the
+    metrics of both.
+    """
+    fields = {
+        "batch_size": 4,
+        "steps": STEPS,
+        "save_every": KILLED_AFTER,
+        "learning_rate": 1e-2,
+        **fields,
+    }
     whole, again = Path(directory, "whole"), Path(directory, "again")
     train(recipe, **fields, output=str(whole))
     if int(os.environ.get("RANK", 0)) == 0:
@@ -41,7 +54,11 @@ def resumed(fields, directory, recipe="sft"):
         torch.distributed.barrier()
     return [(run / "model" / "model.safetensors").read_bytes() for run in (whole, again)], [
         [
-            {name: value for name, value in json.loads(line).items() if name != "seconds" and "ranks/" not in name}
+            {
+                name: value
+                for name, value in json.loads(line).items()
+                if name != "seconds" and "ranks/" not in name
+            }
             for line in (run / "metrics.jsonl").read_text().splitlines()
         ]
         for run in (whole, again)
@@ -74,13 +91,19 @@ def be_rank(directory, fields):
 def check_refused(name, package):
     """Before the first step, in a line, an optimizer that would fail in it."""
     module = torch.nn.Linear(4, 4)
-    torch.distributed.fsdp.fully_shard(module, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,)))
-    with pytest.raises(ValueError, match=f"optimizer {name}: {package} can't update sharded weights; adamw_torch"):
+    torch.distributed.fsdp.fully_shard(
+        module, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+    )
+    with pytest.raises(
+        ValueError, match=f"optimizer {name}: {package} can't update sharded weights; adamw_torch"
+    ):
         optimizers.make_optimizer(Common("", "", "", optimizer=name), module)
 
 
 def check_sharded(rounding, name):
-    """Sharded weights take the steps of whole ones: bit for bit where they are compensated, to a neighbor by chance."""
+    """Sharded weights take the steps of whole ones: bit for bit where they are compensated, to a
+    neighbor by chance.
+    """
     settings = Common("", "", "", optimizer=name, rounding=rounding, learning_rate=1e-3, dtype="bfloat16",
                       weights_dtype="bfloat16", weight_decay=0.1)  # fmt: skip
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -93,12 +116,18 @@ def check_sharded(rounding, name):
         optimizer = optimizers.make_optimizer(settings, module)
         for step in range(3):
             for parameter in module.parameters():
-                gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step)).bfloat16()
+                gradient = torch.randn(
+                    parameter.shape, generator=torch.Generator().manual_seed(step)
+                ).bfloat16()
                 if sharded:
-                    gradient = torch.distributed.tensor.distribute_tensor(gradient, mesh, parameter.placements)
+                    gradient = torch.distributed.tensor.distribute_tensor(
+                        gradient, mesh, parameter.placements
+                    )
                 parameter.grad = gradient
             optimizer.step()
-        ends.append([p.full_tensor() if sharded else p.detach().clone() for p in module.parameters()])
+        ends.append(
+            [p.full_tensor() if sharded else p.detach().clone() for p in module.parameters()]
+        )
         if sharded:
             check_state_by_name(module, optimizer, settings)
     for whole, shards in zip(*ends, strict=True):
@@ -110,7 +139,9 @@ def check_sharded(rounding, name):
 
 
 def check_narrow():
-    """Muon's steps of matrices with fewer rows than ranks, and its state, are those of whole ones, bit for bit."""
+    """Muon's steps of matrices with fewer rows than ranks, and its state, are those of whole ones,
+    bit for bit.
+    """
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     ends = []
     for sharded in (False, True):
@@ -118,12 +149,16 @@ def check_narrow():
         module = torch.nn.Linear(8, 1, bias=False)
         if sharded:
             torch.distributed.fsdp.fully_shard(module, mesh=mesh)
-        optimizer = optimizers.make_optimizer(Common("", "", "", optimizer="muon", learning_rate=1e-2), module)
+        optimizer = optimizers.make_optimizer(
+            Common("", "", "", optimizer="muon", learning_rate=1e-2), module
+        )
         weight = module.weight
         for step in range(3):
             gradient = torch.randn(1, 8, generator=torch.Generator().manual_seed(step))
             if sharded:
-                gradient = torch.distributed.tensor.distribute_tensor(gradient, mesh, weight.placements)
+                gradient = torch.distributed.tensor.distribute_tensor(
+                    gradient, mesh, weight.placements
+                )
             weight.grad = gradient
             optimizer.step()
         state = optimizer.state[weight]["momentum_buffer"]
@@ -134,7 +169,9 @@ def check_narrow():
 
 
 def check_offloaded(weights_dtype):
-    """Steps on the host of copies of shards, and the state they leave, are those of whole weights, bit for bit."""
+    """Steps on the host of copies of shards, and the state they leave, are those of whole weights,
+    bit for bit.
+    """
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     ends = []
     for sharded in (False, True):
@@ -142,22 +179,36 @@ def check_offloaded(weights_dtype):
         module = torch.nn.Linear(8, 6, dtype=weights_dtype)
         if sharded:
             torch.distributed.fsdp.fully_shard(module, mesh=mesh)
-        settings = Common("", "", "", learning_rate=1e-2, rounding="compensated", offload_optimizer=sharded)
+        settings = Common(
+            "", "", "", learning_rate=1e-2, rounding="compensated", offload_optimizer=sharded
+        )
         optimizer = optimizers.make_optimizer(settings, module)
-        with patch.object(optimizers.Float32Steps, "_is_copied", lambda *_: True):  # as if they were on a GPU
+        # as if they were on a GPU
+        with patch.object(optimizers.Float32Steps, "_is_copied", lambda *_: True):
             for step in range(3):
                 for parameter in module.parameters():
-                    gradient = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+                    gradient = torch.randn(
+                        parameter.shape, generator=torch.Generator().manual_seed(step)
+                    )
                     gradient = gradient.to(weights_dtype)
                     if sharded:
-                        gradient = torch.distributed.tensor.distribute_tensor(gradient, mesh, parameter.placements)
+                        gradient = torch.distributed.tensor.distribute_tensor(
+                            gradient, mesh, parameter.placements
+                        )
                     parameter.grad = gradient
                 optimizer.step()
         state = optimizer.state[module.weight]["exp_avg"]
         assert not sharded or state.placements == module.weight.placements
-        ends.append([each.full_tensor() if sharded else each.detach() for each in (*module.parameters(), state)])
+        ends.append(
+            [
+                each.full_tensor() if sharded else each.detach()
+                for each in (*module.parameters(), state)
+            ]
+        )
         if sharded:
-            with pytest.raises(ValueError, match="optimizer muon: can't be offloaded; leave offload_optimizer out"):
+            with pytest.raises(
+                ValueError, match="optimizer muon: can't be offloaded; leave offload_optimizer out"
+            ):
                 optimizers.make_optimizer(replace(settings, optimizer="muon"), module)
     for whole, shards in zip(*ends, strict=True):
         assert torch.equal(whole, shards)

@@ -29,13 +29,20 @@ from burnish.loops.recipes.sft import open_sft
 from burnish.loops.runs import checkpoint, stop, storage
 from forked import run_forked
 
-RECIPES = {"dpo": (DPO, open_dpo), "sft": (SFT, open_sft), "grpo": (GRPO, open_grpo), "ppo": (PPO, open_ppo)}
+RECIPES = {
+    "dpo": (DPO, open_dpo),
+    "sft": (SFT, open_sft),
+    "grpo": (GRPO, open_grpo),
+    "ppo": (PPO, open_ppo),
+}
 
 ANY = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 
 
 def kill_and_resume(recipe, config, *orders, timeout=600):
-    """Obey the orders; returns how many kills there were of each kind, and what the children printed."""
+    """Obey the orders; returns how many kills there were of each kind, and what the children
+    printed.
+    """
     ((status, printed),) = run_forked(1, "killed", recipe, config, *orders, timeout=timeout)
     log = Path(config["output"]).with_suffix(".log")
     log = log.read_text() if log.exists() else ""
@@ -44,7 +51,9 @@ def kill_and_resume(recipe, config, *orders, timeout=600):
 
 
 def assert_undisturbed(config):
-    """It ended with the weights of the run that nobody killed, bit for bit, and logged what that did."""
+    """It ended with the weights of the run that nobody killed, bit for bit, and logged what that
+    did.
+    """
     run, whole = Path(config["output"]), Path(config["output"] + "-undisturbed")
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (whole / weights).read_bytes()
@@ -59,7 +68,9 @@ def assert_each_answer_once(config):
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     asked = itertools.product(range(steps * groups), range(config["group_size"]))
     assert [(sample["task"], sample["index"]) for sample in samples] == list(asked)
-    ages = Counter(sample["task"] // groups - min(v for v, _, _ in sample["spans"]) for sample in samples)
+    ages = Counter(
+        sample["task"] // groups - min(v for v, _, _ in sample["spans"]) for sample in samples
+    )
     assert set(ages) <= set(range(config["max_staleness"] + 1))
     logged = untimed(run)
     assert [line["step"] for line in logged] == list(range(1, steps + 1))
@@ -71,11 +82,17 @@ def assert_each_answer_once(config):
 
 
 def untimed(run):
-    """What a run logged, without what depends on the clock, on its ranks or on a server's health."""
+    """What a run logged, without what depends on the clock, on its ranks or on a server's
+    health.
+    """
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     passing = ("seconds", "sampling/seconds", "sampling/retries")
     return [
-        {name: value for name, value in line.items() if name not in passing and not name.startswith("ranks/")}
+        {
+            name: value
+            for name, value in line.items()
+            if name not in passing and not name.startswith("ranks/")
+        }
         for line in lines
     ]
 
@@ -83,9 +100,16 @@ def untimed(run):
 def build(kind, fields):
     """The configuration of these fields, groups of them as mappings."""
     groups = {
-        f.name: f.default_factory for f in dataclasses.fields(kind) if dataclasses.is_dataclass(f.default_factory)
+        f.name: f.default_factory
+        for f in dataclasses.fields(kind)
+        if dataclasses.is_dataclass(f.default_factory)
     }
-    return kind(**{name: groups[name](**value) if name in groups else value for name, value in fields.items()})
+    return kind(
+        **{
+            name: groups[name](**value) if name in groups else value
+            for name, value in fields.items()
+        }
+    )
 
 
 def train(recipe, config, before=lambda: None):
@@ -93,15 +117,19 @@ def train(recipe, config, before=lambda: None):
     child = os.fork()
     if child:
         return child
-    log = os.open(Path(config["output"]).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(
+        Path(config["output"]).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    )
     os.dup2(log, 1)
     os.dup2(log, 2)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+    # ignored in what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     status = 1
     try:
         before()
         kind, open_recipe = RECIPES[recipe]
-        with patch("burnish.loops.runs.training.draw_curves"):  # the picture takes longer than the run
+        # the picture takes longer than the run
+        with patch("burnish.loops.runs.training.draw_curves"):
             open_recipe(build(kind, config)).train()
         status = 0
     except stop.Stopped as stopped:
@@ -118,7 +146,9 @@ def train(recipe, config, before=lambda: None):
 
 
 def wait(child):
-    """True if a signal ended the child, which goes on if it stopped for it; raises if it failed by itself."""
+    """True if a signal ended the child, which goes on if it stopped for it; raises if it failed by
+    itself.
+    """
     while os.WIFSTOPPED(status := os.waitpid(child, os.WUNTRACED)[1]):
         os.kill(child, signal.SIGCONT)
     if os.WIFSIGNALED(status) or os.WEXITSTATUS(status) in stop.STATUS.values():
@@ -129,7 +159,9 @@ def wait(child):
 
 
 def wait_for_step(journal, target, child, earlier):
-    """Until the child has taken this step, or has ended; ``earlier`` is the journal of the child before it."""
+    """Until the child has taken this step, or has ended; ``earlier`` is the journal of the child
+    before it.
+    """
     while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         lines = journal.read_text().splitlines() if inode(journal) != earlier else []
         if lines and lines[-1].endswith("}") and json.loads(lines[-1])["step"] >= target:
@@ -154,7 +186,10 @@ def in_step(number, action):
 
 def newest_step(run):
     """Of its checkpoints."""
-    return max((int(path.name.removeprefix("step-")) for path in checkpoint._all(run / "checkpoints")), default=0)
+    return max(
+        (int(path.name.removeprefix("step-")) for path in checkpoint._all(run / "checkpoints")),
+        default=0,
+    )
 
 
 def inode(path):
@@ -180,9 +215,11 @@ def kill_while_writing(nth):
 
 
 def kill_at_random(recipe, config, rng, upto, margin, signals=(signal.SIGKILL,)):
-    """Send a signal to a child while it starts, or some moments after a step up to this one; the result of `wait`.
+    """Send a signal to a child while it starts, or some moments after a step up to this one; the
+    result of `wait`.
 
-    A child that is so fast that it has gone on by ``margin`` steps stops there until the signal comes.
+    A child that is so fast that it has gone on by ``margin`` steps stops there until the signal
+    comes.
     """
     journal = Path(config["output"]) / "metrics.jsonl"
     saved, earlier = newest_step(journal.parent), inode(journal)
@@ -209,7 +246,9 @@ def be_rank(recipe, config, *orders):
             os.truncate(newest, newest.stat().st_size // 2)
             happened["truncate"] += 1
         elif kind == "write":
-            happened["write"] += wait(train(recipe, config, partial(kill_while_writing, int(value))))
+            happened["write"] += wait(
+                train(recipe, config, partial(kill_while_writing, int(value)))
+            )
         else:
             count = int(value)
             signals = (signal.SIGKILL,) if kind == "random" else ANY

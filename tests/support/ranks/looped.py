@@ -1,4 +1,6 @@
-"""A script with a loop of its own, as one process or as one rank of several; any rank may leave its loop early."""
+"""A script with a loop of its own, as one process or as one rank of several; any rank may leave its
+loop early.
+"""
 
 import os
 import sys
@@ -12,9 +14,18 @@ ROWS = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(12)]
 
 
 def be_rank(saved, output, left_by, dtype="float32"):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(saved),
+        AutoTokenizer.from_pretrained(saved),
+    )
     steps = []
-    settings = {"tokenizer": tokenizer, "steps": 3, "batch_size": 4, "learning_rate": 1e-3, "dtype": dtype}
+    settings = {
+        "tokenizer": tokenizer,
+        "steps": 3,
+        "batch_size": 4,
+        "learning_rate": 1e-3,
+        "dtype": dtype,
+    }
     with patch("burnish.loops.runs.training.draw_curves"):  # it takes longer than the run
         for step in burnish.sft(model, ROWS, output, **settings):
             steps.append(step.number)

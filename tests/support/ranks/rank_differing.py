@@ -11,10 +11,12 @@ from burnish.loops.runs import agreement
 
 
 def be_rank(cases, flags):
-    """Run the command once for each case, which says in what the last rank differs; prints status, seconds and case.
+    """Run the command once for each case, which says in what the last rank differs; prints status,
+    seconds and case.
 
     Args:
-        cases: names, and what the last rank has: flags, a version of a package, or another digest of burnish's files.
+        cases: names, and what the last rank has: flags, a version of a package, or another digest
+            of burnish's files.
         flags: of all ranks.
     """
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1

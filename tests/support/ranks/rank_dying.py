@@ -1,4 +1,6 @@
-"""The command on several ranks, of which one is killed some time after it went to meet the others."""
+"""The command on several ranks, of which one is killed some time after it went to meet the
+others.
+"""
 
 import os
 import signal
@@ -13,7 +15,9 @@ from burnish.loops.runs import context
 
 
 def be_rank(recipe, fields, mortal, seconds):
-    """Exit with the command's status; prints for how long this rank waited, at most, for the other one."""
+    """Exit with the command's status; prints for how long this rank waited, at most, for the other
+    one.
+    """
     note, check, met = Path(f"{fields['output']}.died"), context.check_launcher, []
 
     def die():

@@ -21,7 +21,9 @@ def be_rank(recipe, fields):
 
 
 def wait_until_freed(work, *arguments):
-    """Wait, and give gloo's thread the time to let go of the tensors: what it frees last, the profiler doesn't see."""
+    """Wait, and give gloo's thread the time to let go of the tensors: what it frees last, the
+    profiler doesn't see.
+    """
     done = _wait(work, *arguments)
     time.sleep(PAUSE)
     return done

@@ -1,4 +1,6 @@
-"""One rank of an online run dies by SIGKILL at a chosen moment; the others leave a note of what they ended with."""
+"""One rank of an online run dies by SIGKILL at a chosen moment; the others leave a note of what
+they ended with.
+"""
 
 import os
 import signal

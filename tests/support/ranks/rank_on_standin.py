@@ -14,7 +14,12 @@ def be_rank(*arguments):
     import standin
 
     host, device = torch.ones(2), torch.ones(2, device=standin.DEVICE)
-    for mix in (torch.add, torch.dot, torch.minimum, lambda a, b: a.index_copy_(0, torch.arange(2), b)):
+    for mix in (
+        torch.add,
+        torch.dot,
+        torch.minimum,
+        lambda a, b: a.index_copy_(0, torch.arange(2), b),
+    ):
         with pytest.raises(RuntimeError, match="same device"):
             mix(device, host)
     assert Accelerator().device == standin.DEVICE

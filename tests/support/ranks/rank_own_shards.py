@@ -1,4 +1,6 @@
-"""A step of a policy that its caller sharded by torch alone, which averages gradients over the ranks."""
+"""A step of a policy that its caller sharded by torch alone, which averages gradients over the
+ranks.
+"""
 
 import os
 from pathlib import Path
@@ -22,6 +24,8 @@ def be_rank(directory):
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
     mine = make_examples(6, completions=1)[accelerator.process_index :: accelerator.num_processes]
     batches, weightings = [collate(mine[:1]), collate(mine[1:])], {"nll": (1.0, token_mean)}
-    metrics = train_step(accelerator, policy, optimizer, batches, objective, weightings, max_grad_norm=1.0)
+    metrics = train_step(
+        accelerator, policy, optimizer, batches, objective, weightings, max_grad_norm=1.0
+    )
     if accelerator.is_main_process:
         torch.save(metrics, Path(directory, f"{os.environ.get('WORLD_SIZE', '1')}.pt"))

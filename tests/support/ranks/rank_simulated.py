@@ -1,4 +1,6 @@
-"""One of 64 ranks in a process of its own: the others don't exist, and collectives only take note."""
+"""One of 64 ranks in a process of its own: the others don't exist, and collectives only take
+note.
+"""
 
 import json
 from pathlib import Path
@@ -33,7 +35,9 @@ class Collectives(TorchDispatchMode):
             sent = [each for each in tree_leaves(arguments) if isinstance(each, torch.Tensor)]
             kind = next(kind for kind in KINDS if kind in function.__name__)
             self.counts[kind] += 1
-            self.dtypes[kind] = sorted({*self.dtypes.get(kind, ()), *(str(tensor.dtype) for tensor in sent)})
+            self.dtypes[kind] = sorted(
+                {*self.dtypes.get(kind, ()), *(str(tensor.dtype) for tensor in sent)}
+            )
         return function(*arguments, **(options or {}))
 
 
@@ -56,7 +60,9 @@ def be_rank(output):
         if name == "one copy":
             results["parameters"] = parameters
             results["held"] = sum(parameter.to_local().nbytes for parameter in policy.parameters())
-            results["gradient"] = sum(parameter.grad.to_local().nbytes for parameter in policy.parameters())
+            results["gradient"] = sum(
+                parameter.grad.to_local().nbytes for parameter in policy.parameters()
+            )
     for param_dtype in (None, torch.bfloat16):
         policy = Policy(make_model(dtype=torch.float32), layout="padded")
         shard(policy, mesh["dp_shard"], param_dtype=param_dtype)

@@ -37,7 +37,9 @@ def first_even(row, sample):
 
 
 class Turns:
-    """An environment of as many turns as its row's prompt is long, modulo 3, whose waits differ from turn to turn."""
+    """An environment of as many turns as its row's prompt is long, modulo 3, whose waits differ
+    from turn to turn.
+    """
 
     def reset(self, row):
         self.left = len(str(row["prompt"])) % 3
@@ -53,7 +55,9 @@ publish = RolloutScheduler.publish
 
 
 def publish_in_between(scheduler, *arguments):
-    """Nothing is under way when weights change, so that the versions of samples don't depend on the clock."""
+    """Nothing is under way when weights change, so that the versions of samples don't depend on the
+    clock.
+    """
 
     async def wait():
         await asyncio.gather(*scheduler._groups.values())
@@ -78,7 +82,9 @@ class Held:
 
         def whole(tensor):
             gathered = gather(tensor)
-            self.alive = [each for each in self.alive if each() is not None] + [weakref.ref(gathered)]
+            self.alive = [each for each in self.alive if each() is not None] + [
+                weakref.ref(gathered)
+            ]
             self.most = max(self.most, len(self.alive))
             return gathered
 
@@ -103,7 +109,9 @@ def be_rank(runs):
             sharded = fields.pop("sharded", False)
             fields["parallel"] = Parallel(int(os.environ["WORLD_SIZE"]) if sharded else 1)
             open_recipe, settings = RECIPES[fields.pop("recipe", "grpo")]
-            config = settings(**{name: GROUPS[name](**x) if name in GROUPS else x for name, x in fields.items()})
+            config = settings(
+                **{name: GROUPS[name](**x) if name in GROUPS else x for name, x in fields.items()}
+            )
             with Held(config.output) if sharded else nullcontext():
                 open_recipe(config).train()
             assert torch.get_default_dtype() == torch.float32

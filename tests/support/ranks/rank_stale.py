@@ -1,4 +1,6 @@
-"""The last rank sees the run's directory as it was, or as it never was, as by a client of a disk that is shared."""
+"""The last rank sees the run's directory as it was, or as it never was, as by a client of a disk
+that is shared.
+"""
 
 import os
 from contextlib import ExitStack

@@ -1,4 +1,6 @@
-"""One rank of an online run stops, or dies, at a chosen moment; prints how each ended. For runs that are watched."""
+"""One rank of an online run stops, or dies, at a chosen moment; prints how each ended. For runs
+that are watched.
+"""
 
 import os
 import re
@@ -43,7 +45,9 @@ def at_moment(moment, happen):
 
 
 def stop(rank):
-    """Stop the process of this rank, as whoever calls it is another one where only that takes part."""
+    """Stop the process of this rank, as whoever calls it is another one where only that takes
+    part.
+    """
     own = rank == int(os.environ["RANK"])
     os.kill(os.getpid() if own else liveness._watch.peers[rank].process[1], signal.SIGSTOP)
 
@@ -61,7 +65,8 @@ HAPPEN = {"stop": stop, "stand": stand, "hold": hold}
 
 
 def be_rank(fields, moment, rank, kind, notes):
-    """Run as one rank; ``kind`` happens to the rank of this number at this moment. A note says when.
+    """Run as one rank; ``kind`` happens to the rank of this number at this moment. A note says
+    when.
 
     Completions are scored on rank 0 alone, and meanwhile the other one waits.
     """

@@ -1,4 +1,6 @@
-"""Ranks that are given other rows than each other, as a loop of one's own that shares them out would need."""
+"""Ranks that are given other rows than each other, as a loop of one's own that shares them out
+would need.
+"""
 
 import os
 
@@ -18,6 +20,9 @@ def be_rank(saved):
         "stream": {"data": Dataset.from_list(half).to_iterable_dataset(), "streaming": True},
     }
     for settings in of_this_rank.values():
-        with pytest.raises(ValueError, match="data: the rows differ between ranks, so that some would be trained on"):
+        with pytest.raises(
+            ValueError,
+            match="data: the rows differ between ranks, so that some would be trained on",
+        ):
             burnish.sft(saved, **settings, steps=1, batch_size=4)
     print("refused", *of_this_rank)

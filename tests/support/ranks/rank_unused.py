@@ -1,4 +1,6 @@
-"""Steps of a model with weights that no output depends on, by as many processes as there are ranks."""
+"""Steps of a model with weights that no output depends on, by as many processes as there are
+ranks.
+"""
 
 import os
 from pathlib import Path
@@ -38,7 +40,15 @@ def be_rank(directory, unused):
         for step in range(3):
             parts = [collate(examples[n : n + 2]) for n in range(8 * step, 8 * step + 8, 2)]
             mine = parts[accelerator.process_index :: accelerator.num_processes]
-            train_step(accelerator, policy, optimizer, mine, nll, {"nll": (1.0, token_mean)}, max_grad_norm=0.5)
+            train_step(
+                accelerator,
+                policy,
+                optimizer,
+                mine,
+                nll,
+                {"nll": (1.0, token_mean)},
+                max_grad_norm=0.5,
+            )
         named = accelerator.unwrap_model(policy).named_parameters()
         results |= {f"{precision}.{name}": weight.detach().clone() for name, weight in named}
         accelerator.state._reset_state()

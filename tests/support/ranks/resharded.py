@@ -1,4 +1,5 @@
-"""A small model in float64, trained on this rank's part of each batch, alone, replicated or sharded, with checkpoints.
+"""A small model in float64, trained on this rank's part of each batch, alone, replicated or
+sharded, with checkpoints.
 
 A kind is one, ddp, fsdp, or hsdp, which shards over pairs of ranks.
 """
@@ -22,7 +23,9 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """Sizes that no number of ranks divides, a bias shorter than there are ranks, tied weights, a buffer, dropout."""
+    """Sizes that no number of ranks divides, a bias shorter than there are ranks, tied weights, a
+    buffer, dropout.
+    """
 
     def __init__(self):
         super().__init__()
@@ -52,7 +55,9 @@ class Momentum(torch.optim.Optimizer):
                 zero = torch.zeros_like(parameter.to_local())
                 shape = {"shape": parameter.shape, "stride": parameter.stride()}
                 both = TwoTensor(zero, zero.clone())
-                state["momentum"] = DTensor.from_local(both, parameter.device_mesh, parameter.placements, **shape)
+                state["momentum"] = DTensor.from_local(
+                    both, parameter.device_mesh, parameter.placements, **shape
+                )
             both = state["momentum"]._local_tensor
             both.a.mul_(0.9).add_(parameter.grad.to_local())
             both.b.sub_(1.0)
@@ -63,7 +68,12 @@ class Memory:
     """What a recipe may remember: numbers, texts, tensors, and keys that are no strings."""
 
     def __init__(self):
-        self.state = {"steps": 0, "texts": ["ä"], "ready": {3: [1, 2.5, None]}, "column": torch.zeros(2)}
+        self.state = {
+            "steps": 0,
+            "texts": ["ä"],
+            "ready": {3: [1, 2.5, None]},
+            "column": torch.zeros(2),
+        }
 
     def state_dict(self):
         return self.state
@@ -92,7 +102,9 @@ def start(kind, *, random=False, composed=False):
     memory = Memory()
     parts = {"optimizer": optimizer, "schedule": schedule, "memory": memory}
     checkpoints = {"accelerator": accelerator, "policy": policy, "parts": parts, "data": "digest"}
-    return SimpleNamespace(**checkpoints, model=model, checkpoints=checkpoints, memory=memory, random=random)
+    return SimpleNamespace(
+        **checkpoints, model=model, checkpoints=checkpoints, memory=memory, random=random
+    )
 
 
 def step(run, number):
@@ -117,12 +129,15 @@ def finish(run, begin):
         step(run, number)
     assert run.memory.state["steps"] == STEPS and run.memory.state["ready"] == {3: [1, 2.5, None]}
     state = run.model.state_dict()
-    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
+    return {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in state.items()
+    }
 
 
 def be_rank(order, kind, directories, output, random=False, composed=False):
-    """Train to the end, with a checkpoint of step 3 in each directory, which may be written in the background; or go on
-    to the end from each."""
+    """Train to the end, with a checkpoint of step 3 in each directory, which may be written in the
+    background; or go on to the end from each."""
     results = {}
     for directory in directories:
         run = start(kind, random=random, composed=composed)
@@ -136,7 +151,11 @@ def be_rank(order, kind, directories, output, random=False, composed=False):
             saver.save(Path(directory), begin, **run.checkpoints)
         else:
             begin = checkpoint.load_newest(Path(directory), **run.checkpoints)
-            assert begin == 3 and run.memory.state["steps"] == 3 and run.memory.state["column"].tolist() == [3.0, 3.0]
+            assert (
+                begin == 3
+                and run.memory.state["steps"] == 3
+                and run.memory.state["column"].tolist() == [3.0, 3.0]
+            )
             assert math.isclose(run.parts["optimizer"].param_groups[0]["lr"], 0.05 / 4)
         results[directory] = finish(run, begin)
         saver.wait()

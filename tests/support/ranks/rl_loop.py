@@ -1,4 +1,6 @@
-"""Reinforcement learning from Python, without a recipe: its loop, in one process or as one rank of several."""
+"""Reinforcement learning from Python, without a recipe: its loop, in one process or as one rank of
+several.
+"""
 
 import json
 
@@ -29,7 +31,11 @@ def even(completion, answer):
 
 def objective(policy, batch):
     logp, old = policy(batch).logprob, batch.columns["sampled_logp"]
-    return {"grpo": clipped_surrogate(logp, old, batch.columns["advantage"], clip_low=0.2, clip_high=0.2)}
+    return {
+        "grpo": clipped_surrogate(
+            logp, old, batch.columns["advantage"], clip_low=0.2, clip_high=0.2
+        )
+    }
 
 
 def train(directory, make_source, *, rewards=(even,), steps=STEPS, precision="no"):
@@ -38,12 +44,17 @@ def train(directory, make_source, *, rewards=(even,), steps=STEPS, precision="no
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     policy = Policy(AutoModelForCausalLM.from_pretrained(directory).train())
-    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0, fused=True)  # as recipes have it
+    # as recipes have it
+    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     prepared, optimizer = accelerator.prepare(policy, adamw)
     main = accelerator.is_main_process
     source = make_source(policy, tokenizer) if main else None
     sampling = SamplingParams(TOKENS)
-    scheduler = RolloutScheduler(source, PROMPTS, group_size=COMPLETIONS, sampling=sampling) if main else None
+    scheduler = (
+        RolloutScheduler(source, PROMPTS, group_size=COMPLETIONS, sampling=sampling)
+        if main
+        else None
+    )
     metrics = []
 
     def sample():
@@ -56,7 +67,9 @@ def train(directory, make_source, *, rewards=(even,), steps=STEPS, precision="no
         rollout["advantage"] = group_advantage(scores.total, scores.group)[rollout.sequence]
         batches = rollout.micro_batches(64, layout=policy.layout)
         weightings = {"grpo": (1.0, length_normalized)}
-        step = train_step(accelerator, prepared, optimizer, batches, objective, weightings, max_grad_norm=1.0)
+        step = train_step(
+            accelerator, prepared, optimizer, batches, objective, weightings, max_grad_norm=1.0
+        )
         metrics.append({**step, "reward": scores.total.mean().item(), "samples": rollout.samples})
     if main:
         scheduler.close()
@@ -65,4 +78,11 @@ def train(directory, make_source, *, rewards=(even,), steps=STEPS, precision="no
 
 def be_rank(directory):
     steps, _ = train(directory, LocalSource)
-    print(json.dumps([{name: step[name] for name in ("loss", "grad_norm", "reward", "tokens")} for step in steps]))
+    print(
+        json.dumps(
+            [
+                {name: step[name] for name in ("loss", "grad_norm", "reward", "tokens")}
+                for step in steps
+            ]
+        )
+    )

@@ -23,7 +23,19 @@ from burnish.loops.recipes.ppo import open_ppo
 from burnish.loops.recipes.preference import open_cpo, open_dpo, open_orpo
 from burnish.loops.recipes.prm import open_prm
 from burnish.loops.recipes.reward import open_reward
-from burnish.loops.recipes.settings import CPO, DPO, GRPO, KTO, ORPO, PPO, PRM, SFT, Distill, OnlineDPO, Reward
+from burnish.loops.recipes.settings import (
+    CPO,
+    DPO,
+    GRPO,
+    KTO,
+    ORPO,
+    PPO,
+    PRM,
+    SFT,
+    Distill,
+    OnlineDPO,
+    Reward,
+)
 from burnish.loops.recipes.sft import open_sft
 from burnish.loops.runs import liveness
 from forked import run_forked
@@ -35,10 +47,22 @@ from torch.distributed.tensor import DTensor
 
 EXACT = 1e-10
 ROWS = 17  # in batches of five, which neither two nor four ranks share evenly
-_COMMON = {"steps": 3, "batch_size": 5, "micro_tokens": 40, "learning_rate": 1e-2, "schedule": "constant"}
+_COMMON = {
+    "steps": 3,
+    "batch_size": 5,
+    "micro_tokens": 40,
+    "learning_rate": 1e-2,
+    "schedule": "constant",
+}
 _COMMON |= {"dtype": "float64", "max_grad_norm": 0.5, "weight_decay": 0.1}
 # Four steps on each rollout, so that a checkpoint may hold one that has further steps.
-_ONLINE = {"rewards": {"online:even": 1.0}, "prompts_per_rollout": 3, "group_size": 3, "max_tokens": 6, "show_every": 0}
+_ONLINE = {
+    "rewards": {"online:even": 1.0},
+    "prompts_per_rollout": 3,
+    "group_size": 3,
+    "max_tokens": 6,
+    "show_every": 0,
+}
 _ONLINE |= {"epochs_per_rollout": 2, "minibatches": 2, "beta": 0.1}
 
 # By name: recipe, its settings, which data, and what differs from the settings that all share.
@@ -60,11 +84,21 @@ RUNS = {
     "dpo_bfloat16": (open_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
     "sft_float32": (open_sft, SFT, "messages", {"model": "bfloat16", "dtype": "float32"}),
     "dpo_float32": (open_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "float32"}),
-    "distill_top_k": (open_distill, Distill, "messages", {"teacher": Teacher(model="teacher", top_k=5)}),
+    "distill_top_k": (
+        open_distill,
+        Distill,
+        "messages",
+        {"teacher": Teacher(model="teacher", top_k=5)},
+    ),
     "grpo": (open_grpo, GRPO, "prompts", {**_ONLINE, "old_logprobs": "recomputed"}),
     "ppo": (open_ppo, PPO, "prompts", {**_ONLINE, "lam": 0.9, "max_tokens": 8}),
     "ppo_critic": (open_ppo, PPO, "prompts", {**_ONLINE, "value_model": "judge"}),
-    "online_dpo": (open_online_dpo, OnlineDPO, "prompts", {**_ONLINE, "rewards": {"reward_model": {"model": "judge"}}}),
+    "online_dpo": (
+        open_online_dpo,
+        OnlineDPO,
+        "prompts",
+        {**_ONLINE, "rewards": {"reward_model": {"model": "judge"}}},
+    ),
 }
 SAMPLING = tuple(name for name, (*_, data, _) in RUNS.items() if data == "prompts")
 
@@ -74,29 +108,48 @@ def prepare(directory):
     for seed, name in enumerate(("start", "teacher", "tied", "bfloat16")):
         dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
         save_model(directory / name, seed=seed, dtype=dtype, tie_word_embeddings=name == "tied")
-    judge = transformers.AutoConfig.from_pretrained(save_model(directory / "judge"), num_labels=1, pad_token_id=0)
-    transformers.AutoModelForSequenceClassification.from_config(judge).save_pretrained(directory / "judge")
+    judge = transformers.AutoConfig.from_pretrained(
+        save_model(directory / "judge"), num_labels=1, pad_token_id=0
+    )
+    transformers.AutoModelForSequenceClassification.from_config(judge).save_pretrained(
+        directory / "judge"
+    )
     pairs = sums(ROWS)
     feedback = [
         {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
         for pair, kind in zip(pairs, ["chosen", "rejected", "chosen"] * ROWS, strict=False)
     ]
     completions = ["1+1", "=2", "2"]
-    steps = [{"prompt": f"{i}=", "completions": completions, "labels": [True, False, i % 2 == 0]} for i in range(ROWS)]
+    steps = [
+        {"prompt": f"{i}=", "completions": completions, "labels": [True, False, i % 2 == 0]}
+        for i in range(ROWS)
+    ]
     write_rows(directory / "pairs.jsonl", pairs)
     write_rows(directory / "prompts.jsonl", [{"prompt": pair["prompt"]} for pair in pairs])
-    write_rows(directory / "messages.jsonl", [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs])
+    write_rows(
+        directory / "messages.jsonl",
+        [{"messages": pair["prompt"] + pair["chosen"]} for pair in pairs],
+    )
     write_rows(directory / "feedback.jsonl", feedback)
     write_rows(directory / "steps.jsonl", steps)
 
 
 def each_of(names, *world, marks=()):
-    """Parameters of tests of runs that are made together: the name of one, those of all, and the world."""
-    return [pytest.param(name, names, *world, marks=marks, id="-".join(map(str, (name, *world)))) for name in names]
+    """Parameters of tests of runs that are made together: the name of one, those of all, and the
+    world.
+    """
+    return [
+        pytest.param(name, names, *world, marks=marks, id="-".join(map(str, (name, *world))))
+        for name in names
+    ]
 
 
-def runs_on(tmp_path_factory, names, ranks=1, shards=1, tp_size=1, cp_size=1, *, module="sharded", **orders):
-    """The directory of the directories of these runs, and of what was printed; made once for all tests."""
+def runs_on(
+    tmp_path_factory, names, ranks=1, shards=1, tp_size=1, cp_size=1, *, module="sharded", **orders
+):
+    """The directory of the directories of these runs, and of what was printed; made once for all
+    tests.
+    """
     start = made_once(tmp_path_factory, "sharded-start", prepare)
 
     def make(folder):
@@ -121,11 +174,17 @@ def assert_same_end(one, several):
 
 def last_metrics(run):
     line = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    return {name: value for name, value in line.items() if not name.endswith(("seconds", "ranks/slowest"))}
+    return {
+        name: value
+        for name, value in line.items()
+        if not name.endswith(("seconds", "ranks/slowest"))
+    }
 
 
 def be_rank(start, shards, runs, tp_size=1, cp_size=1):
-    """Run these of `RUNS` one after another, each a name, a directory and its orders, in shards over so many ranks."""
+    """Run these of `RUNS` one after another, each a name, a directory and its orders, in shards
+    over so many ranks.
+    """
     for name, output, orders in runs:
         with measured() as most:
             train(start, shards, name, output, together=(tp_size, cp_size), **orders)
@@ -157,7 +216,8 @@ def train(start, shards, name, output, mortal=None, together=(1, 1), **fields):
     norm = transformers.models.llama.modeling_llama.LlamaRMSNorm
     with ExitStack() as patches:
         patches.enter_context(patch.object(norm, "forward", _in_full_precision))
-        patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))  # it takes longer than the run
+        # it takes longer than the run
+        patches.enter_context(patch("burnish.loops.runs.training.draw_curves"))
         patches.enter_context(patch.object(liveness, "GRACE", 1.0))
         if mortal is not None and mortal[0] == int(os.environ.get("RANK", 0)):
             patches.enter_context(in_step(mortal[1], lambda: os.kill(os.getpid(), signal.SIGKILL)))
@@ -166,7 +226,9 @@ def train(start, shards, name, output, mortal=None, together=(1, 1), **fields):
 
 @contextmanager
 def measured():
-    """Yield the most bytes that this rank holds after a backward pass: weights and gradients of all models."""
+    """Yield the most bytes that this rank holds after a backward pass: weights and gradients of all
+    models.
+    """
     most, backward, calls = [0], Accelerator.backward, itertools.count()
     gc.collect()
     gc.freeze()  # what was there before is not looked at, of which there is a million
@@ -179,15 +241,23 @@ def measured():
         tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
         tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
         local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-        storages = [each.untyped_storage() for each in local if each.is_floating_point() and not each.is_meta]
-        most[0] = max(most[0], sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        storages = [
+            each.untyped_storage()
+            for each in local
+            if each.is_floating_point() and not each.is_meta
+        ]
+        most[0] = max(
+            most[0], sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        )
 
     with patch.object(Accelerator, "backward", measure):
         yield most
 
 
 def _in_full_precision(norm, hidden):
-    """transformers computes it in float32, in which the roundings of two splits may differ. Under autocast the weight
-    is rounded, as it is where it is gathered from shards."""
+    """transformers computes it in float32, in which the roundings of two splits may differ. Under
+    autocast the weight is rounded, as it is where it is gathered from shards."""
     rounded = norm.weight.bfloat16() if torch.is_autocast_enabled("cpu") else norm.weight
-    return torch.nn.functional.rms_norm(hidden, norm.weight.shape, rounded.to(hidden.dtype), norm.variance_epsilon)
+    return torch.nn.functional.rms_norm(
+        hidden, norm.weight.shape, rounded.to(hidden.dtype), norm.variance_epsilon
+    )

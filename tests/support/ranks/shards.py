@@ -9,12 +9,29 @@ BOUNDS = (0, 41, 42, 100)  # the second rank holds a single token
 FORBIDDEN = torch.zeros(100, dtype=torch.float64)
 FORBIDDEN[:60] = -torch.inf
 SPLIT = {
-    **{name: CASES[name] for name in ("plain", "all_logits_large", "rising_over_the_vocabulary", "softcap", "adapter")},
+    **{
+        name: CASES[name]
+        for name in (
+            "plain",
+            "all_logits_large",
+            "rising_over_the_vocabulary",
+            "softcap",
+            "adapter",
+        )
+    },
     "everything": CASES["everything"] | {"outputs": (*EXTRAS, "top1", "rank"), "top_k": 3},
     "several": CASES["more_of_everything"],
-    "a_shard_without_a_possible_token": head(63, 20, 100, bias=FORBIDDEN, target=torch.arange(63) % 40 + 60),
+    "a_shard_without_a_possible_token": head(
+        63, 20, 100, bias=FORBIDDEN, target=torch.arange(63) % 40 + 60
+    ),
     "shards_of_padding": head(
-        63, 20, 100, vocab=41, target=torch.arange(63) % 41, outputs=(*EXTRAS, "top1", "rank"), top_k=3
+        63,
+        20,
+        100,
+        vocab=41,
+        target=torch.arange(63) % 41,
+        outputs=(*EXTRAS, "top1", "rank"),
+        top_k=3,
     ),
 }
 
@@ -31,12 +48,19 @@ def measured(case: dict, **options) -> dict[str, torch.Tensor]:
         found |= {"top_ids": result.top_k.ids, "top_logprob": result.top_k.logprob}
     used = {n: t for n, t in found.items() if t.requires_grad}
     torch.autograd.backward(list(used.values()), [upstream(n, t.shape) for n, t in used.items()])
-    return {n: t.detach() for n, t in found.items()} | {f"d_{n}": t.grad for n, t in leaves(case).items()}
+    return {n: t.detach() for n, t in found.items()} | {
+        f"d_{n}": t.grad for n, t in leaves(case).items()
+    }
 
 
 def shard_of(case: dict, rank: int) -> dict:
-    rows = slice(BOUNDS[rank], BOUNDS[rank + 1] if rank < 2 else None)  # the padding is with the last
-    split = {name: case[name][rows].detach().requires_grad_() for name in ("weight", "bias") if name in case}
+    # the padding is with the last
+    rows = slice(BOUNDS[rank], BOUNDS[rank + 1] if rank < 2 else None)
+    split = {
+        name: case[name][rows].detach().requires_grad_()
+        for name in ("weight", "bias")
+        if name in case
+    }
     if "adapter" in case:
         down, up, scaling = case["adapter"]
         split["adapter"] = (down, up[rows].detach().requires_grad_(), scaling)
@@ -49,7 +73,8 @@ def be_rank(directory: str) -> None:
     passes.ROWS, passes.COLUMNS, passes.KEEP = 24, 32, 20_000
     shard = Shard(dist.group.WORLD, BOUNDS[rank])
     results = {
-        name: measured(shard_of(in_dtype(case, torch.float64), rank), shard=shard) for name, case in SPLIT.items()
+        name: measured(shard_of(in_dtype(case, torch.float64), rank), shard=shard)
+        for name, case in SPLIT.items()
     }
     try:
         outside = {"target": CASES["plain"]["target"].index_fill(0, torch.tensor(5), 100)}

@@ -16,13 +16,17 @@ def send(name):
 
 
 def be_rank(recipe, config, name, step, rank):
-    """Train undisturbed; then with a signal that reaches this rank alone, and go on. By the clock of the main process
-    each step is to be saved, while that of the other one stands."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+    """Train undisturbed; then with a signal that reaches this rank alone, and go on. By the clock
+    of the main process each step is to be saved, while that of the other one stands."""
+    # ignored in what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     kind, open_recipe = RECIPES[recipe]
     here = int(os.environ["RANK"])
     clock = itertools.count(0, 0 if here else 1000)
-    with patch.object(training, "draw_curves"), patch.object(training, "monotonic", lambda: float(next(clock))):
+    with (
+        patch.object(training, "draw_curves"),
+        patch.object(training, "monotonic", lambda: float(next(clock))),
+    ):
         open_recipe(build(kind, {**config, "output": config["output"] + "-undisturbed"})).train()
         try:
             with in_step(step, lambda: send(name) if here == rank else None):

@@ -39,7 +39,9 @@ class Resets(Game):
 
 
 class SomeResets(Game):
-    """Of every 16 resets the first six fail, so that a whole group never begins, and half of another."""
+    """Of every 16 resets the first six fail, so that a whole group never begins, and half of
+    another.
+    """
 
     def reset(self, row):
         if next(_resets) % 16 < 6:

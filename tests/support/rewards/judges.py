@@ -1,4 +1,6 @@
-"""Reward functions that fail, and what they leave behind, for the command line to name: ``judges:math``."""
+"""Reward functions that fail, and what they leave behind, for the command line to name:
+``judges:math``.
+"""
 
 import asyncio
 

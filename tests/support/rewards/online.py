@@ -1,4 +1,5 @@
-"""What the tests of online recipes share: a small model on disk, prompts, judges, and runs that stop in the middle.
+"""What the tests of online recipes share: a small model on disk, prompts, judges, and runs that
+stop in the middle.
 
 Run on its own, with the fields of `GRPO` as JSON, it is one rank of several.
 """
@@ -67,11 +68,22 @@ def prepare(directory):
 
 def under_torchrun(count, fields, timeout):
     """The process of ``fields`` on so many ranks over gloo, after its end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc_per_node={count}",
+        __file__,
+    ]
     places = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": places}
     return subprocess.run(
-        [*command, json.dumps(fields)], capture_output=True, text=True, timeout=timeout, env=environment
+        [*command, json.dumps(fields)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
     )
 
 
@@ -89,7 +101,9 @@ class Killed(BaseException):
 
 @contextmanager
 def dying_in_step(number):
-    """The process dies when the answers of this step (from 1) are drawn and written, and it has not been taken."""
+    """The process dies when the answers of this step (from 1) are drawn and written, and it has not
+    been taken.
+    """
     module = sys.modules["burnish.loops.train.step"]  # the package has a function of that name
     step, taken = module.train_step, 0
 
@@ -105,11 +119,15 @@ def dying_in_step(number):
 
 
 class Loaded:
-    """A reward that leaves a note of where it was made: the rank, the device, and whether the run was open by then."""
+    """A reward that leaves a note of where it was made: the rank, the device, and whether the run
+    was open by then.
+    """
 
     def __init__(self, note, device):
         state = AcceleratorState._shared_state
-        Path(f"{note}-{os.environ.get('RANK', '0')}.txt").write_text(f"{device} {'device' in state}")
+        Path(f"{note}-{os.environ.get('RANK', '0')}.txt").write_text(
+            f"{device} {'device' in state}"
+        )
 
     def __call__(self, row, sample):
         return even(row, sample)

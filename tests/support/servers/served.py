@@ -1,4 +1,6 @@
-"""A GRPO run whose server fails at one request, which may be any: it ends as if it had not, or by a message."""
+"""A GRPO run whose server fails at one request, which may be any: it ends as if it had not, or by a
+message.
+"""
 
 import itertools
 import json
@@ -17,7 +19,8 @@ from vllm_fake import Fake, error
 
 TIMEOUT, PATIENCE = 0.7, 20.0
 
-# What is answered instead: (status, JSON or text); without a status the connection is closed after so many seconds.
+# What is answered instead: (status, JSON or text); without a status the connection is closed after
+# so many seconds.
 FAILURES = {
     "a server that dies and comes back without weights": (None, 0.001),
     "a server that is slow": (None, 3 * TIMEOUT),
@@ -63,9 +66,17 @@ def train(fields, failure=None, number=0, **changes):
 
 
 def be_rank(name, every, directory):
-    """Print, for every so-many-th request that fails in this way, its path and how the run ended."""
+    """Print, for every so-many-th request that fails in this way, its path and how the run
+    ended.
+    """
     os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    fields = {**prepare(Path(directory)), "prompts_per_rollout": 2, "group_size": 2, "steps": 3, "save_every": 1}
+    fields = {
+        **prepare(Path(directory)),
+        "prompts_per_rollout": 2,
+        "group_size": 2,
+        "steps": 3,
+        "save_every": 1,
+    }
     undisturbed = str(Path(directory, "run-undisturbed"))
     outcomes = []
     with patch("burnish.loops.runs.training.draw_curves"):

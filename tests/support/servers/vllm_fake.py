@@ -1,4 +1,6 @@
-"""A stand-in for a vLLM server: its endpoints, its labels, made-up completions; it can be told to misbehave."""
+"""A stand-in for a vLLM server: its endpoints, its labels, made-up completions; it can be told to
+misbehave.
+"""
 
 import contextlib
 import copy
@@ -24,17 +26,20 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, request, address):
         """Say nothing: clients hang up on what takes too long."""
 
-    request_queue_size = 128  # of 5, some of a dozen connections at once wait a second for the kernel's next attempt
+    # of 5, some of a dozen connections at once wait a second for the kernel's next attempt
+    request_queue_size = 128
 
 
 class Fake:
     """Attributes may be changed at any time.
 
     Attributes:
-        odd: by path, what is answered instead: a function of the body that gives (status, JSON or text), or (None,
-            seconds to hang), or (None, a function of the connection that writes what it likes to it).
+        odd: by path, what is answered instead: a function of the body that gives (status, JSON or
+            text), or (None, seconds to hang), or (None, a function of the connection that writes
+            what it likes to it).
         key: that each request must bring, as vLLM wants it; None takes all.
-        calls: paths and bodies of the POST requests that came, in order, but for completions and tokenization.
+        calls: paths and bodies of the POST requests that came, in order, but for completions and
+            tokenization.
         paths: that the server says it has.
     """
 
@@ -89,10 +94,14 @@ class Fake:
         return 200, {"world_size": 2}
 
     def do_v1_models(self, body):
-        return 200, {"data": [{"id": name, "root": self.root} for name in (self.root, *self.adapters)]}
+        return 200, {
+            "data": [{"id": name, "root": self.root} for name in (self.root, *self.adapters)]
+        }
 
     def do_tokenize(self, body):
-        return 200, {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+        return 200, {
+            "tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+        }
 
     def do_is_paused(self, body):
         return 200, {"is_paused": self.paused}
@@ -162,7 +171,8 @@ def error(status, message):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # keeps connections, as vLLM does: a client that did so too could not change its loop
+    # keeps connections, as vLLM does: a client that did so too could not change its loop
+    protocol_version = "HTTP/1.1"
 
     def do_GET(self):
         size = int(self.headers.get("Content-Length", 0))

@@ -1,4 +1,6 @@
-"""A Llama that vLLM's attention on CPU has a kernel for, with a byte tokenizer; peaked, so that weights show."""
+"""A Llama that vLLM's attention on CPU has a kernel for, with a byte tokenizer; peaked, so that
+weights show.
+"""
 
 import tiny
 import torch

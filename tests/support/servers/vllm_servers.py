@@ -1,4 +1,6 @@
-"""vLLM servers for tests: where vLLM is found, which lives in an environment of its own, and how one is started."""
+"""vLLM servers for tests: where vLLM is found, which lives in an environment of its own, and how
+one is started.
+"""
 
 import os
 from pathlib import Path
@@ -25,7 +27,9 @@ FLAGS = ["--enforce-eager", "--max-num-seqs", "32", "--max-model-len", str(CONTE
 
 
 def vllm_python():
-    """The interpreter that ``BURNISH_VLLM_PYTHON`` names; tests that need it are skipped where it names none."""
+    """The interpreter that ``BURNISH_VLLM_PYTHON`` names; tests that need it are skipped where it
+    names none.
+    """
     if named := os.environ.get("BURNISH_VLLM_PYTHON"):
         return named
     pytest.skip(
@@ -59,7 +63,9 @@ def furthest(samples, model):
     worst = 0.0
     for sample in samples:
         with torch.no_grad():
-            logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[0, len(sample.prompt) - 1 : -1]
+            logits = model(torch.tensor([sample.prompt + sample.tokens])).logits[
+                0, len(sample.prompt) - 1 : -1
+            ]
         own = logits.log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
         worst = max(worst, (own - torch.tensor(sample.logprobs)).abs().max().item())
     return worst

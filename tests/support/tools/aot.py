@@ -1,10 +1,13 @@
-"""What the Triton kernels cost on GPUs that are not here: ``python tests/support/tools/aot.py [--update]``.
+"""What the Triton kernels cost on GPUs that are not here:
+``python tests/support/tools/aot.py [--update]``.
 
-Compiles every kernel of ``burnish.kernels`` as it would be launched on each architecture, and compares its registers,
-spills and shared memory with a committed budget. The functions that launch the kernels are called as always, with
-tensors that have no memory and a driver that only says which GPU it would be, so tiles and specialization are real.
+Compiles every kernel of ``burnish.kernels`` as it would be launched on each architecture, and
+compares its registers, spills and shared memory with a committed budget. The functions that launch
+the kernels are called as always, with tensors that have no memory and a driver that only says which
+GPU it would be, so tiles and specialization are real.
 
-Each version of Triton has a budget of its own in the one file: run ``--update`` once in an environment with each.
+Each version of Triton has a budget of its own in the one file: run ``--update`` once in an
+environment with each.
 """
 
 import argparse
@@ -128,7 +131,9 @@ def divergence_fold(full: bool) -> None:
 
 def divergence_mix(full: bool) -> None:
     n, tile = 2048, absent(2048, 4096)
-    triton_divergence.mix_(absent(n, 2), tile, tile, absent(n, 5), transform(n, full), transform(n, full), 0.5)
+    triton_divergence.mix_(
+        absent(n, 2), tile, tile, absent(n, 5), transform(n, full), transform(n, full), 0.5
+    )
 
 
 def divergence_backward(full: bool, beta: float) -> None:
@@ -189,16 +194,25 @@ def figures(kernel: Any) -> Figures:
     if "amdgcn" in kernel.asm:
         text = kernel.asm["amdgcn"]
         vector, accumulator, spills = (
-            int(re.search(rf"\.{name}: +(\d+)", text)[1]) for name in ("vgpr_count", "agpr_count", "vgpr_spill_count")
+            int(re.search(rf"\.{name}: +(\d+)", text)[1])
+            for name in ("vgpr_count", "agpr_count", "vgpr_spill_count")
         )
-        return {"registers": vector + accumulator, "spills": spills, "shared": kernel.metadata.shared}
+        return {
+            "registers": vector + accumulator,
+            "spills": spills,
+            "shared": kernel.metadata.shared,
+        }
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         usage = disassembled("-res-usage", file.name)
         code = disassembled("-sass", file.name)
     spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
-    return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": spills, "shared": kernel.metadata.shared}
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spills": spills,
+        "shared": kernel.metadata.shared,
+    }
 
 
 def disassembled(option: str, path: str) -> str:
@@ -207,9 +221,13 @@ def disassembled(option: str, path: str) -> str:
 
 
 def measured(only: str) -> dict[str, Figures | str]:
-    """The figures of each case on each architecture, or why it does not compile; printed as they come."""
+    """The figures of each case on each architecture, or why it does not compile; printed as they
+    come.
+    """
     found: dict[str, Figures | str] = {}
-    for (name, architecture), (case, call) in itertools.product(ARCHITECTURES.items(), CASES.items()):
+    for (name, architecture), (case, call) in itertools.product(
+        ARCHITECTURES.items(), CASES.items()
+    ):
         label = f"{name} {case}"
         if re.search(only, label):
             start = time.process_time()
@@ -218,7 +236,9 @@ def measured(only: str) -> dict[str, Figures | str]:
                     call()
                 (kernel,) = compiled
                 found[label] = figures(kernel)
-                numbers = " ".join(f"{figure} {number:6}" for figure, number in found[label].items())
+                numbers = " ".join(
+                    f"{figure} {number:6}" for figure, number in found[label].items()
+                )
             except TritonError as error:
                 found[label] = numbers = str(error)
             print(f"{label:42} {numbers} {time.process_time() - start:5.1f} s", flush=True)
@@ -229,7 +249,9 @@ def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> It
     """What is not as it must be, or worse than was committed for this version of Triton."""
     budget = committed.get(triton.__version__)
     if budget is None:
-        print(f"There is no budget for triton {triton.__version__}, only for {', '.join(committed)}: not compared")
+        print(
+            f"There is no budget for triton {triton.__version__}, only for {', '.join(committed)}: not compared"
+        )
     for label, now in found.items():
         name = label.split()[0]
         if isinstance(now, str):
@@ -247,22 +269,37 @@ def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> It
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Registers, spills and shared memory of every Triton kernel.")
+    parser = argparse.ArgumentParser(
+        description="Registers, spills and shared memory of every Triton kernel."
+    )
     parser.add_argument("--update", action="store_true", help="write what is found into the budget")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="only the cases with this pattern in their name")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="PATTERN",
+        help="only the cases with this pattern in their name",
+    )
     parser.add_argument("--budget", type=Path, default=BUDGET, metavar="FILE")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
-        raise SystemExit("aot: TRITON_INTERPRET must not be set, interpreted kernels are not compiled")
+        raise SystemExit(
+            "aot: TRITON_INTERPRET must not be set, interpreted kernels are not compiled"
+        )
     found = measured(options.only)
     if options.update:
         budget = json.loads(options.budget.read_text()) if options.budget.exists() else {}
         kept = budget.get(triton.__version__, {}) if options.only else {}
         now = {label: figures for label, figures in found.items() if not isinstance(figures, str)}
-        options.budget.write_text(json.dumps(budget | {triton.__version__: kept | now}, indent=1) + "\n")
+        options.budget.write_text(
+            json.dumps(budget | {triton.__version__: kept | now}, indent=1) + "\n"
+        )
     wrong = list(complaints(found, json.loads(options.budget.read_text())))
     if options.only.strip() in ("", *ARCHITECTURES):
-        wrong += [f"{kernel.__module__}.{kernel.__name__}: no case" for kernel in kernels() if kernel not in launched]
+        wrong += [
+            f"{kernel.__module__}.{kernel.__name__}: no case"
+            for kernel in kernels()
+            if kernel not in launched
+        ]
     print(*wrong, sep="\n")
     print(f"{len(found)} compiled, {len(wrong)} complaints")
     sys.exit(bool(wrong))

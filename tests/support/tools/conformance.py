@@ -4,8 +4,8 @@
         async def open(self):
             return Subject(source=..., model=..., weights=...)
 
-`open` is called in the event loop of each test; a fixture that the subclass needs (a server, say) can be kept on
-``self`` by an autouse fixture.
+`open` is called in the event loop of each test; a fixture that the subclass needs (a server, say)
+can be kept on ``self`` by an autouse fixture.
 """
 
 import asyncio
@@ -29,15 +29,18 @@ class Subject:
     """A source that draws from version 1, and what it should be drawing from.
 
     Attributes:
-        model: a `transformers` causal model apart from the source, which weights are loaded into to check log-probs.
-        weights: ``weights(version)`` by the names that `transformers` gives them; other numbers for every version.
+        model: a `transformers` causal model apart from the source, which weights are loaded into to
+            check log-probs.
+        weights: ``weights(version)`` by the names that `transformers` gives them; other numbers for
+            every version.
         tolerance: of log-probs.
-        rounding: of cumulative probabilities; two tokens may be drawn by numbers that are closer to the border between
-            them. 0 where the same request is to give the same bits.
+        rounding: of cumulative probabilities; two tokens may be drawn by numbers that are closer to
+            the border between them. 0 where the same request is to give the same bits.
         vocab: ids below it may be drawn.
         context: the longest prompt and completion together; None where nothing limits them.
         restart: makes the source lose its weights, as a crash does; None where it can't.
-        before_publish: ``before_publish(weights)``, for a source that draws from the trainer's own module.
+        before_publish: ``before_publish(weights)``, for a source that draws from the trainer's own
+            module.
         long: enough tokens for a completion to be under way while weights are published.
         draws: completions of one token for the test of their distribution.
     """
@@ -63,30 +66,46 @@ class Subject:
 
     @torch.no_grad()
     def log_probs(self, version, prompt, tokens=()):
-        """[len(tokens) + 1, vocab]: log-probs at temperature 1 of what follows the prompt and each of the tokens."""
+        """[len(tokens) + 1, vocab]: log-probs at temperature 1 of what follows the prompt and each
+        of the tokens.
+        """
         if version not in self.references:
             self.references[version] = copy.deepcopy(self.model).eval()
-            weights = {name: tensor.to(self.model.dtype) for name, tensor in self.weights(version).items()}
+            weights = {
+                name: tensor.to(self.model.dtype) for name, tensor in self.weights(version).items()
+            }
             odd = self.references[version].load_state_dict(weights, strict=False)
             assert not odd.unexpected_keys, "weights must have the names of the model"
         reference = self.references[version]
-        logits = reference(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, len(prompt) - 1 :]
+        logits = reference(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[
+            0, len(prompt) - 1 :
+        ]
         return logits[:, : self.vocab].double().log_softmax(-1)
 
     def check_same(self, got, wanted):
-        """The same tokens; where probabilities are rounded, up to the first whose number is as good as on a border."""
+        """The same tokens; where probabilities are rounded, up to the first whose number is as good
+        as on a border.
+        """
         for a, b in zip(got, wanted, strict=True):
             if a.tokens == b.tokens or not self.rounding:
                 assert a.tokens == b.tokens
                 continue
-            end = next(i for i, (mine, yours) in enumerate(zip(a.tokens, b.tokens, strict=False)) if mine != yours)
+            end = next(
+                i
+                for i, (mine, yours) in enumerate(zip(a.tokens, b.tokens, strict=False))
+                if mine != yours
+            )
             low, high = sorted((a.tokens[end], b.tokens[end]))
             cumulative = self.log_probs(1, a.prompt, a.tokens[:end])[-1].exp().cumsum(-1)
-            assert cumulative[high - 1] - cumulative[low] <= self.rounding, "another token was drawn"
+            assert cumulative[high - 1] - cumulative[low] <= self.rounding, (
+                "another token was drawn"
+            )
 
 
 def drawn_from(log_probs, sampling):
-    """The log-probs of the distribution that `SamplingParams` describes, written out one row at a time."""
+    """The log-probs of the distribution that `SamplingParams` describes, written out one row at a
+    time.
+    """
     rows = []
     for row in log_probs:
         if sampling.temperature == 0:
@@ -103,7 +122,9 @@ def drawn_from(log_probs, sampling):
 
 
 def with_subject(test):
-    """Run ``async def test(self, subject, ...)`` in an event loop of its own; the source is closed and nothing left."""
+    """Run ``async def test(self, subject, ...)`` in an event loop of its own; the source is closed
+    and nothing left.
+    """
 
     def run(self, **arguments):
         async def body():
@@ -120,12 +141,21 @@ def with_subject(test):
     run.__name__, run.__doc__ = test.__name__, test.__doc__
     run.pytestmark = getattr(test, "pytestmark", [])
     signature = inspect.signature(test)
-    run.__signature__ = signature.replace(parameters=[p for n, p in signature.parameters.items() if n != "subject"])
+    run.__signature__ = signature.replace(
+        parameters=[p for n, p in signature.parameters.items() if n != "subject"]
+    )
     return run
 
 
 def ask(task=0, *, prompt=(5, 3, 4), indices=(0, 1), key=KEY, turn=0, **sampling):
-    return Request(task, list(prompt), list(indices), SamplingParams(**{"max_tokens": 8, **sampling}), key, turn)
+    return Request(
+        task,
+        list(prompt),
+        list(indices),
+        SamplingParams(**{"max_tokens": 8, **sampling}),
+        key,
+        turn,
+    )
 
 
 def tokens_of(samples):
@@ -163,19 +193,28 @@ class Conformance:
     )
     @with_subject
     async def test_log_probs_are_those_of_the_distribution_drawn_from(self, subject, how):
-        """Prompts of several lengths at once, so that positions and masks of mixed batches are seen."""
+        """Prompts of several lengths at once, so that positions and masks of mixed batches are
+        seen.
+        """
         if subject.rounding and ("top_k" in how or "top_p" in how):
             pytest.skip("which tokens are cut off is a matter of rounding")
-        requests = [ask(i, prompt=[3 + i, 5, 4, 3, 6][: 1 + i], indices=range(3), **how) for i in range(5)]
+        requests = [
+            ask(i, prompt=[3 + i, 5, 4, 3, 6][: 1 + i], indices=range(3), **how) for i in range(5)
+        ]
         groups = await asyncio.gather(*map(subject.source.sample, requests))
         for request, samples in zip(requests, groups, strict=True):
             for sample in samples:
                 log_probs = subject.log_probs(1, sample.prompt, sample.tokens)[:-1]
-                expected = drawn_from(log_probs, request.sampling).gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
+                expected = drawn_from(log_probs, request.sampling).gather(
+                    1, torch.tensor(sample.tokens)[:, None]
+                )[:, 0]
                 got = torch.tensor(sample.logprobs, dtype=torch.float64)
                 torch.testing.assert_close(got, expected, rtol=0, atol=subject.tolerance)
                 if how.get("temperature") == 0:
-                    assert torch.all(expected >= log_probs.amax(-1) - 2 * subject.tolerance * bool(subject.rounding))
+                    assert torch.all(
+                        expected
+                        >= log_probs.amax(-1) - 2 * subject.tolerance * bool(subject.rounding)
+                    )
 
     @pytest.mark.parametrize("how", [{}, {"temperature": 2.0, "top_k": 12, "top_p": 0.9}], ids=str)
     @pytest.mark.parametrize("over", ["indices", "tasks"])
@@ -186,25 +225,38 @@ class Conformance:
             pytest.skip("which tokens are cut off is a matter of rounding")
         n, prompt = subject.draws, [5, 4]
         if over == "indices":
-            drawn = await subject.source.sample(ask(indices=range(n), prompt=prompt, max_tokens=1, **how))
+            drawn = await subject.source.sample(
+                ask(indices=range(n), prompt=prompt, max_tokens=1, **how)
+            )
         else:
             requests = [ask(i, indices=[0], prompt=prompt, max_tokens=1, **how) for i in range(n)]
-            drawn = [sample for (sample,) in await asyncio.gather(*map(subject.source.sample, requests))]
-        expected = drawn_from(subject.log_probs(1, prompt), SamplingParams(max_tokens=1, **how))[0].exp()
+            drawn = [
+                sample for (sample,) in await asyncio.gather(*map(subject.source.sample, requests))
+            ]
+        expected = drawn_from(subject.log_probs(1, prompt), SamplingParams(max_tokens=1, **how))[
+            0
+        ].exp()
         ids = expected.argsort(descending=True)
         bins = torch.empty_like(ids)
         bins[ids] = (expected[ids].cumsum(0) * 10).clamp(max=9.999).floor().long()
-        seen = torch.bincount(bins[torch.tensor([sample.tokens[0] for sample in drawn])], minlength=10)
+        seen = torch.bincount(
+            bins[torch.tensor([sample.tokens[0] for sample in drawn])], minlength=10
+        )
         wanted = n * torch.zeros(10, dtype=torch.float64).index_add(0, bins, expected)
         assert seen[wanted == 0].sum() == 0, "what top_p or top_k leaves out was drawn"
         kept = wanted > 0
-        assert ((seen - wanted)[kept] ** 2 / wanted[kept]).sum() < 40  # of 9 degrees of freedom: p < 1e-5
+        # of 9 degrees of freedom: p < 1e-5
+        assert ((seen - wanted)[kept] ** 2 / wanted[kept]).sum() < 40
 
     @with_subject
     async def test_tokens_of_a_completion_are_drawn_independently(self, subject):
-        """z = F(token − 1) + v p(token), v uniform, is uniform for every token and tells nothing of the next one's."""
+        """z = F(token − 1) + v p(token), v uniform, is uniform for every token and tells nothing of
+        the next one's.
+        """
         rng, rows = torch.Generator().manual_seed(0), []
-        for sample in await subject.source.sample(ask(indices=range(max(20, subject.draws // 20)), max_tokens=12)):
+        for sample in await subject.source.sample(
+            ask(indices=range(max(20, subject.draws // 20)), max_tokens=12)
+        ):
             p = subject.log_probs(1, sample.prompt, sample.tokens)[:-1].exp()
             token = torch.tensor(sample.tokens)[:, None]
             below = p.cumsum(-1).gather(1, token) - p.gather(1, token)
@@ -217,7 +269,10 @@ class Conformance:
 
     @with_subject
     async def test_the_same_request_gives_the_same_tokens_whatever_else_is_under_way(self, subject):
-        requests = [ask(i, prompt=[3 + i, 4, 5][: 1 + i % 3], indices=range(3), max_tokens=4 + 3 * i) for i in range(5)]
+        requests = [
+            ask(i, prompt=[3 + i, 4, 5][: 1 + i % 3], indices=range(3), max_tokens=4 + 3 * i)
+            for i in range(5)
+        ]
         alone = [await subject.source.sample(request) for request in requests]
         together = await asyncio.gather(*map(subject.source.sample, requests))
         for got, wanted in zip(together, alone, strict=True):
@@ -238,7 +293,9 @@ class Conformance:
     @with_subject
     async def test_indices_tasks_turns_and_keys_differ(self, subject):
         requests = [ask(), ask(1), ask(turn=1), ask(key=KEY + 1)]
-        samples = [sample for request in requests for sample in await subject.source.sample(request)]
+        samples = [
+            sample for request in requests for sample in await subject.source.sample(request)
+        ]
         completions = [tuple(tokens) for tokens in tokens_of(samples)]
         assert len(set(completions)) == len(completions) == 8
 
@@ -265,12 +322,21 @@ class Conformance:
         assert {sample.spans[0].version for sample in after} == {2}
 
     @with_subject
-    async def test_completions_under_way_go_on_with_the_new_weights_and_say_from_where(self, subject):
-        """The context is computed anew under the new weights: stale keys and values would show in the log-probs."""
+    async def test_completions_under_way_go_on_with_the_new_weights_and_say_from_where(
+        self, subject
+    ):
+        """The context is computed anew under the new weights: stale keys and values would show in
+        the log-probs.
+        """
         version, wait = 1, 0.01
         for _ in range(20):
-            requests = [ask(i, indices=range(2), prompt=[4] * (1 + i), max_tokens=subject.long) for i in range(3)]
-            under_way = [asyncio.create_task(subject.source.sample(request)) for request in requests]
+            requests = [
+                ask(i, indices=range(2), prompt=[4] * (1 + i), max_tokens=subject.long)
+                for i in range(3)
+            ]
+            under_way = [
+                asyncio.create_task(subject.source.sample(request)) for request in requests
+            ]
             await asyncio.sleep(wait)
             version += 1
             await subject.publish(version)
@@ -281,13 +347,20 @@ class Conformance:
                 return
             late = all(span.version < version for sample in samples for span in sample.spans)
             wait *= 0.7 if late else 1.7  # a server may begin late, and be done soon
-        pytest.fail("no weights were published while a completion was under way: make Subject.long longer")
+        pytest.fail(
+            "no weights were published while a completion was under way: make Subject.long longer"
+        )
 
     def check_spans(self, subject, samples):
-        """Spans are in order and cover the completion, and the log-probs of each are those of its version."""
+        """Spans are in order and cover the completion, and the log-probs of each are those of its
+        version.
+        """
         for sample in samples:
             assert sample.spans[0].start == 0 and sample.spans[-1].end == len(sample.tokens)
-            assert all(a.end == b.start and a.version < b.version for a, b in zip(sample.spans, sample.spans[1:]))  # noqa: B905
+            assert all(
+                a.end == b.start and a.version < b.version
+                for a, b in zip(sample.spans, sample.spans[1:], strict=False)
+            )
             for version, start, end in sample.spans:
                 expected = subject.log_probs(version, sample.prompt, sample.tokens)[start:end]
                 expected = expected.gather(1, torch.tensor(sample.tokens[start:end])[:, None])[:, 0]
@@ -295,7 +368,9 @@ class Conformance:
                 torch.testing.assert_close(got, expected, rtol=0, atol=subject.tolerance)
 
     @with_subject
-    async def test_after_a_restart_the_version_is_unknown_until_weights_are_published(self, subject):
+    async def test_after_a_restart_the_version_is_unknown_until_weights_are_published(
+        self, subject
+    ):
         if subject.restart is None:
             pytest.skip("it lives and dies with the trainer")
         await subject.restart()
@@ -319,13 +394,17 @@ class Conformance:
         ids=["empty", "too large", "negative", "over-long", "no room", "no index", "twice", "stop"],
     )
     @with_subject
-    async def test_what_cannot_be_completed_is_refused_and_disturbs_no_other(self, subject, bad, says):
+    async def test_what_cannot_be_completed_is_refused_and_disturbs_no_other(
+        self, subject, bad, says
+    ):
         wrong = bad(subject)
         if says == "max_tokens" and subject.context is None:
             pytest.skip("nothing limits its context")
         alone = await subject.source.sample(ask())
         company, refused = await asyncio.gather(
-            subject.source.sample(ask()), subject.source.sample(ask(9, **wrong)), return_exceptions=True
+            subject.source.sample(ask()),
+            subject.source.sample(ask(9, **wrong)),
+            return_exceptions=True,
         )
         assert isinstance(refused, REFUSED), refused
         assert says in str(refused)

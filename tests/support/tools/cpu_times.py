@@ -1,4 +1,5 @@
-"""Processor time of every test, its child processes included, as a table: ``pytest --cpu-times FILE``.
+"""Processor time of every test, its child processes included, as a table:
+``pytest --cpu-times FILE``.
 
 The time of a fixture counts for the first test that uses it.
 """
@@ -70,7 +71,8 @@ class Recorder:
         self.collection = used()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += getattr(report, "processor_seconds", 0.0)  # a worker that died sent none
+        # a worker that died sent none
+        self.seconds[report.nodeid] += getattr(report, "processor_seconds", 0.0)
         self.collection = getattr(report, "collection", self.collection)
         self.clock += report.duration
 

@@ -27,10 +27,13 @@ def covering(factors, strength):
     missing, chosen, uses = set().union(*map(meetings, combinations)), [], Counter()
 
     def gain(combination):
-        return len(meetings(combination) & missing), -sum(uses[place] for place in enumerate(combination))
+        return len(meetings(combination) & missing), -sum(
+            uses[place] for place in enumerate(combination)
+        )
 
     while missing:
-        best = max(combinations, key=gain)  # most new meetings, and of those the values that were taken least
+        # most new meetings, and of those the values that were taken least
+        best = max(combinations, key=gain)
         missing -= meetings(best)
         uses.update(enumerate(best))
         chosen.append(best)
@@ -38,7 +41,9 @@ def covering(factors, strength):
 
 
 def grid(*, strength, **factors):
-    """Parametrize by the product of the factors; what a covering set of this strength can do without is slow."""
+    """Parametrize by the product of the factors; what a covering set of this strength can do
+    without is slow.
+    """
     names, values = ",".join(factors), [list(choices) for choices in factors.values()]
     chosen = covering(values, strength)
     parameters = [

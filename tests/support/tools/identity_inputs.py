@@ -40,4 +40,6 @@ def write_inputs(directory: Path) -> None:
             "prompts": prompt | {"low": 1, "high": 7, "secret": draw.randint(1, 7)},
         })  # fmt: skip
     for name in rows[0]:
-        write_rows(directory / name, [row[name] for row in rows]).rename(directory / f"{name}.jsonl")
+        write_rows(directory / name, [row[name] for row in rows]).rename(
+            directory / f"{name}.jsonl"
+        )

@@ -1,4 +1,6 @@
-"""A configuration of the peer's, trained by its trainer and by ours, on the same rows in the same order."""
+"""A configuration of the peer's, trained by its trainer and by ours, on the same rows in the same
+order.
+"""
 
 import dataclasses
 import json
@@ -30,10 +32,25 @@ PEERS = {
     "distill": "trl.experimental.gkd:GKD",
     "online_dpo": "trl.experimental.online_dpo:OnlineDPO",
 }
-COMMON = {"max_steps": STEPS, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "gradient_checkpointing": False}
-COMMON |= {"bf16": False, "save_strategy": "no", "report_to": "none", "per_device_train_batch_size": 4}
+COMMON = {
+    "max_steps": STEPS,
+    "learning_rate": 3e-3,
+    "lr_scheduler_type": "constant",
+    "gradient_checkpointing": False,
+}
+COMMON |= {
+    "bf16": False,
+    "save_strategy": "no",
+    "report_to": "none",
+    "per_device_train_batch_size": 4,
+}
 # Of the peer alone: ours has no such name, or refuses it.
-QUIET = {"use_cpu": True, "logging_steps": 1, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
+QUIET = {
+    "use_cpu": True,
+    "logging_steps": 1,
+    "disable_tqdm": True,
+    "train_sampling_strategy": "sequential",
+}
 
 
 def load(recipe, saved):
@@ -63,13 +80,18 @@ def uneven_pairs(count, seed=3):
     def words(most):
         return " ".join(rng.choice(["ab", "cde", "f", "ghij"]) for _ in range(rng.randint(1, most)))
 
-    return [{"prompt": f"{words(6)} ", "chosen": words(30), "rejected": words(30)} for _ in range(count)]
+    return [
+        {"prompt": f"{words(6)} ", "chosen": words(30), "rejected": words(30)} for _ in range(count)
+    ]
 
 
 def halves(pairs):
     """One completion of each pair, with its label."""
     kinds = zip(pairs, cycle(("chosen", "rejected")), strict=False)
-    return [{"prompt": p["prompt"], "completion": p[kind], "label": kind == "chosen"} for p, kind in kinds]
+    return [
+        {"prompt": p["prompt"], "completion": p[kind], "label": kind == "chosen"}
+        for p, kind in kinds
+    ]
 
 
 def answers(pairs):
@@ -83,7 +105,9 @@ def replay_on_ranks(samples):
         drawn[tuple(sample["prompt"])].append(sample)
 
     def rollout(prompts, trainer):
-        asked = trainer.processing_class.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)
+        asked = trainer.processing_class.apply_chat_template(
+            prompts, add_generation_prompt=True, return_dict=True
+        )
         found = [drawn[tuple(ids)].popleft() for ids in asked["input_ids"]]
         names = {"prompt_ids": "prompt", "completion_ids": "tokens", "logprobs": "logprobs"}
         return {theirs: [sample[ours] for sample in found] for theirs, ours in names.items()}
@@ -91,7 +115,18 @@ def replay_on_ranks(samples):
     return rollout
 
 
-def train_both(recipe, rows, settings, saved, folder, *, peer=None, rows_of_peer=None, changes=None, held_out=None):
+def train_both(
+    recipe,
+    rows,
+    settings,
+    saved,
+    folder,
+    *,
+    peer=None,
+    rows_of_peer=None,
+    changes=None,
+    held_out=None,
+):
     """The metrics of our steps, the peer's log, and the directory of our run.
 
     Args:
@@ -104,12 +139,18 @@ def train_both(recipe, rows, settings, saved, folder, *, peer=None, rows_of_peer
     tokenizer = AutoTokenizer.from_pretrained(saved)
     tokenizer.pad_token = tokenizer.eos_token
     theirs, more, ranks = {**COMMON, **settings}, {}, int(os.environ.get("WORLD_SIZE", 1))
-    translation = translate(recipe, {field.name for field in dataclasses.fields(settings_of(recipe))}, theirs)
+    translation = translate(
+        recipe, {field.name for field in dataclasses.fields(settings_of(recipe))}, theirs
+    )
     assert translation.refused == {}
     ours = {**translation.ours, **(changes or {})}
     if not isinstance(peer, type):
-        peer = pkgutil.resolve_name(f"{peer or PEERS.get(recipe) or f'trl:{recipe.upper()}'}Trainer")
-    config = pkgutil.resolve_name(f"{peer.__module__}:{peer.__name__.removesuffix('Trainer')}Config")
+        peer = pkgutil.resolve_name(
+            f"{peer or PEERS.get(recipe) or f'trl:{recipe.upper()}'}Trainer"
+        )
+    config = pkgutil.resolve_name(
+        f"{peer.__module__}:{peer.__name__.removesuffix('Trainer')}Config"
+    )
     if recipe == "distill":
         more = {"teacher_model": make_teacher(saved)}
         options = {name: ours.pop(name) for name in [*ours] if name.startswith("teacher.")}
@@ -149,9 +190,14 @@ def train_both(recipe, rows, settings, saved, folder, *, peer=None, rows_of_peer
 
 def assert_alike(steps, log, told=AGREEMENT):
     """Equal losses, which change, and equal norms of gradients."""
-    ours, peers = ([(line["loss"], line["grad_norm"]) for line in lines if "loss" in line] for lines in (steps, log))
+    ours, peers = (
+        [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+        for lines in (steps, log)
+    )
     (losses, norms), (their_losses, their_norms) = zip(*ours, strict=True), zip(*peers, strict=True)
-    assert losses == pytest.approx(their_losses, abs=told), f"losses {losses}, the peer's {their_losses}"
+    assert losses == pytest.approx(their_losses, abs=told), (
+        f"losses {losses}, the peer's {their_losses}"
+    )
     assert max(losses) - min(losses) > 100 * AGREEMENT, f"losses {losses}"
     assert norms == pytest.approx(their_norms, rel=1e-3), f"norms {norms}, the peer's {their_norms}"
 
@@ -160,13 +206,20 @@ def shared_metrics(steps, log):
     """The lines of both, each with the metrics that both have."""
     peers = [line for line in log if "loss" in line]
     names = steps[0].keys() & peers[0].keys() - {"loss", "grad_norm"}
-    return *([{name: line[name] for name in names} for line in lines] for lines in (steps, peers)), names
+    return *(
+        [{name: line[name] for name in names} for line in lines] for lines in (steps, peers)
+    ), names
 
 
 UNEVEN, PROMPTS = uneven_pairs(24), [{"prompt": pair["prompt"]} for pair in sums(16)]
 # On two ranks, where a step has 2 or 4 micro-batches.
 HALF = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-DRAWN = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 8, "num_iterations": 2}
+DRAWN = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "num_iterations": 2,
+}
 ON_RANKS = {
     "sft": ("sft", answers(UNEVEN), HALF),
     "sft, clipped": ("sft", answers(UNEVEN), {**HALF, "max_grad_norm": 0.5, "learning_rate": 1e-2}),
@@ -174,9 +227,21 @@ ON_RANKS = {
     "dpo, clipped": ("dpo", UNEVEN, {"per_device_train_batch_size": 6, "max_grad_norm": 0.05}),
     "kto": ("kto", halves(UNEVEN), {**HALF, "loss_type": "apo_zero_unpaired"}),
     "reward": ("reward", UNEVEN, HALF),
-    "grpo": ("grpo", PROMPTS, {**DRAWN, "loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False}),
-    "dapo": ("grpo", PROMPTS, {**DRAWN, "loss_type": "dapo", "scale_rewards": "batch", "beta": 0.0}),
-    "dr_grpo": ("grpo", PROMPTS, {**DRAWN, "loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "beta": 0.0}),
+    "grpo": (
+        "grpo",
+        PROMPTS,
+        {**DRAWN, "loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+    ),
+    "dapo": (
+        "grpo",
+        PROMPTS,
+        {**DRAWN, "loss_type": "dapo", "scale_rewards": "batch", "beta": 0.0},
+    ),
+    "dr_grpo": (
+        "grpo",
+        PROMPTS,
+        {**DRAWN, "loss_type": "dr_grpo", "gradient_accumulation_steps": 2, "beta": 0.0},
+    ),
 }
 
 

@@ -11,7 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 
 def dpo_trainer_loss(tensors: list[Tensor], **settings: Any) -> Tensor:
-    """TRL's DPO loss of completions of one token, whose log-probability is that of the whole completion.
+    """TRL's DPO loss of completions of one token, whose log-probability is that of the whole
+    completion.
 
     At β = 0.3, of chosen, rejected, ref_chosen and ref_rejected.
     """
@@ -30,7 +31,11 @@ def replayed(trainer: type, samples: Path) -> type:
             drawn = draw(prompts, self)
             ids, tokens = drawn["prompt_ids"], drawn["completion_ids"]
             if twice:
-                return *_padded([*ids[::2], *ids[1::2]], "left"), *_padded([*tokens[::2], *tokens[1::2]], "right"), None
+                return (
+                    *_padded([*ids[::2], *ids[1::2]], "left"),
+                    *_padded([*tokens[::2], *tokens[1::2]], "right"),
+                    None,
+                )
             if trainer.__name__ == "DistillationTrainer":
                 return ids, tokens, None, None, None
             texts = self.processing_class.batch_decode(tokens, skip_special_tokens=True)
@@ -41,6 +46,9 @@ def replayed(trainer: type, samples: Path) -> type:
 
 def _padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
     """Tokens, and the mask of those that are no padding."""
-    kinds = ([torch.tensor(row) for row in rows], [torch.ones(len(row), dtype=torch.long) for row in rows])
+    kinds = (
+        [torch.tensor(row) for row in rows],
+        [torch.ones(len(row), dtype=torch.long) for row in rows],
+    )
     ids, mask = (pad_sequence(kind, batch_first=True, padding_side=side) for kind in kinds)
     return ids, mask

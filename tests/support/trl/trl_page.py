@@ -1,4 +1,6 @@
-"""The page that lists what becomes of TRL's names, made from their table: run it to write the page again."""
+"""The page that lists what becomes of TRL's names, made from their table: run it to write the page
+again.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -86,7 +88,10 @@ def launch_lines():
     text = ["", "## Launch lines", *LAUNCH.rstrip().splitlines(), ""]
     text += lines("", rows, ("file", "how the model is shared"))[3:]
     text += ["", f"Read together: {code(names['rules']['sharding'])}.", ""]
-    rows = [("taken by torchrun, or without effect", why, code(each)) for why, each in names["ignored"].items()]
+    rows = [
+        ("taken by torchrun, or without effect", why, code(each))
+        for why, each in names["ignored"].items()
+    ]
     rows += [("refused, unless off", why, code(each)) for why, each in names["refused"].items()]
     return [*text, *lines("", rows, ("", "because", "flags and keys"))[3:]]
 
@@ -97,20 +102,41 @@ def page():
     differing = {}
     for recipe, *row in defaults():
         differing.setdefault(tuple(map(str, row)), []).append(recipe)
-    rows = [(code(recipes), f"`{field}`", ours, theirs) for (field, ours, theirs), recipes in differing.items()]
-    text = [HEAD.rstrip(), *lines("Defaults that differ", rows, ("recipes", "field", "burnish", "TRL"))]
+    rows = [
+        (code(recipes), f"`{field}`", ours, theirs)
+        for (field, ours, theirs), recipes in differing.items()
+    ]
+    text = [
+        HEAD.rstrip(),
+        *lines("Defaults that differ", rows, ("recipes", "field", "burnish", "TRL")),
+    ]
     text += ["", "What differs besides, where a name is the same or none is there to be given:", ""]
-    notes = [("all recipes", names["notes"]), *((recipe, part.get("notes", {})) for recipe, part in overlays)]
-    text += [f"- `{name}` ({recipe}): {note}" for recipe, part in notes for name, note in part.items()]
+    notes = [
+        ("all recipes", names["notes"]),
+        *((recipe, part.get("notes", {})) for recipe, part in overlays),
+    ]
     text += [
-        f"- `{name}` ({recipe}): {note}" for recipe, part in names["silent"].items() for name, note in part.items()
+        f"- `{name}` ({recipe}): {note}" for recipe, part in notes for name, note in part.items()
+    ]
+    text += [
+        f"- `{name}` ({recipe}): {note}"
+        for recipe, part in names["silent"].items()
+        for name, note in part.items()
     ]
     text += [f"- `{name}` (all recipes): {note}" for name, note in names["open"].items()]
-    renamed = [("", part) for part in (names["renamed"],)] + [(r, part.get("renamed", {})) for r, part in overlays]
-    rows = [(f"`{name}`" + f" ({r})" * bool(r), f"`{field}`") for r, part in renamed for name, field in part.items()]
+    renamed = [("", part) for part in (names["renamed"],)] + [
+        (r, part.get("renamed", {})) for r, part in overlays
+    ]
+    rows = [
+        (f"`{name}`" + f" ({r})" * bool(r), f"`{field}`")
+        for r, part in renamed
+        for name, field in part.items()
+    ]
     text += lines("Other names", rows, ("TRL", "burnish"))
     text += ["", f"The same in both: {code(names['same'])}."]
-    values = [("", names["values"])] + [(recipe, part.get("values", {})) for recipe, part in overlays]
+    values = [("", names["values"])] + [
+        (recipe, part.get("values", {})) for recipe, part in overlays
+    ]
     rows = [
         (
             f"`{name}`" + f" ({r})" * bool(r),
@@ -122,14 +148,20 @@ def page():
     ]
     text += lines("Other values", rows, ("TRL", "burnish", "values"))
     losses = ", ".join(f"{a} → {b}" for a, b in names["losses"].items())
-    text += ["", f"`loss_type` (dpo): {losses}; {code(names['means'])} with `logprob_reduction: mean`."]
+    text += [
+        "",
+        f"`loss_type` (dpo): {losses}; {code(names['means'])} with `logprob_reduction: mean`.",
+    ]
     together = {}
     for recipe, part in [("all recipes", names), *overlays]:
         for rule, each in part.get("rules", {}).items():
             together.setdefault((rule.replace("_", " "), code(each)), []).append(recipe)
     rows = [(f"{rule} ({', '.join(recipes)})", each) for (rule, each), recipes in together.items()]
     text += lines("Names that are read together", rows, ("for", "TRL"))
-    ignored = [*names["ignored"].items(), *(item for _, part in overlays for item in part.get("ignored", {}).items())]
+    ignored = [
+        *names["ignored"].items(),
+        *(item for _, part in overlays for item in part.get("ignored", {}).items()),
+    ]
     rows = dict((why, code(each)) for why, each in ignored).items()
     text += lines("No effect here", rows, ("because", "TRL"))
     rows = [(f"`{script}.py`", f"`burnish {words}`") for script, words in names["scripts"].items()]

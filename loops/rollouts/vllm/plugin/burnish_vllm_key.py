@@ -1,10 +1,11 @@
 """Inside vLLM: every route of a server that a run started needs the run's key.
 
-vLLM's own check of a key (0.32) covers paths that begin with /v1, /v2, /inference or /cohere. It leaves open what
-training needs and others must not reach: /update_weights and all other routes of weights, /collective_rpc, which calls
-methods in the workers, /pause, /sleep and /server_info.
+vLLM's own check of a key (0.32) covers paths that begin with /v1, /v2, /inference or /cohere. It
+leaves open what training needs and others must not reach: /update_weights and all other routes of
+weights, /collective_rpc, which calls methods in the workers, /pause, /sleep and /server_info.
 
-`RequireKey` is named to vLLM by ``--middleware burnish_vllm_key.RequireKey``; the key is in the server's environment.
+`RequireKey` is named to vLLM by ``--middleware burnish_vllm_key.RequireKey``; the key is in the
+server's environment.
 """
 
 import hmac
@@ -26,7 +27,9 @@ class RequireKey:
     def __init__(self, app: Any) -> None:
         key = os.environ.get(VARIABLE)
         if not key:
-            raise ValueError(f"{VARIABLE}: the server is to be guarded by a key, and there is none in its environment")
+            raise ValueError(
+                f"{VARIABLE}: the server is to be guarded by a key, and there is none in its environment"
+            )
         self._app = app
         self._wanted = f"Bearer {key}".encode()
 

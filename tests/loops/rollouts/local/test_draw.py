@@ -17,7 +17,16 @@ def drawn(u, how=ALL, p=P):
 
 @pytest.mark.parametrize(
     ("u", "token"),
-    [(0.0, 0), (0.0999, 0), (0.1001, 1), (0.2999, 1), (0.3001, 3), (0.5999, 3), (0.6001, 4), (1 - 2**-53, 4)],
+    [
+        (0.0, 0),
+        (0.0999, 0),
+        (0.1001, 1),
+        (0.2999, 1),
+        (0.3001, 3),
+        (0.5999, 3),
+        (0.6001, 4),
+        (1 - 2**-53, 4),
+    ],
 )
 def test_the_cumulative_distribution_is_inverted(u, token):
     assert drawn(u) == (token, pytest.approx(P[token].item()))
@@ -50,11 +59,16 @@ def test_top_k_and_top_p_leave_the_likeliest(how, left):
 
 def test_temperature_0_takes_the_likeliest_with_its_log_prob_of_temperature_1():
     for how in ({}, {"top_k": 1}, {"top_p": 0.1}):
-        assert drawn(0.0, SamplingParams(max_tokens=1, temperature=0.0, **how)) == (4, pytest.approx(0.4))
+        assert drawn(0.0, SamplingParams(max_tokens=1, temperature=0.0, **how)) == (
+            4,
+            pytest.approx(0.4),
+        )
 
 
 def test_rows_do_not_depend_on_their_company(monkeypatch):
-    """Each row has a sampling of its own, and rows beyond what is held at once are drawn in parts."""
+    """Each row has a sampling of its own, and rows beyond what is held at once are drawn in
+    parts.
+    """
     torch.manual_seed(0)
     logits = torch.randn(12, 50, dtype=torch.float64)
     hows = [SamplingParams(1, t, p, k) for t in (0.0, 0.6, 1.0) for p in (0.7, 1.0) for k in (0, 5)]
@@ -64,7 +78,9 @@ def test_rows_do_not_depend_on_their_company(monkeypatch):
     monkeypatch.setattr(module, "_ELEMENTS_CPU", 120)
     for tokens, logprobs in (together, draw(logits, numbers, hows)):
         assert tokens.tolist() == [token.item() for token, _ in alone]
-        torch.testing.assert_close(logprobs, torch.cat([logprob for _, logprob in alone]), rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            logprobs, torch.cat([logprob for _, logprob in alone]), rtol=0, atol=1e-14
+        )
 
 
 def test_half_precision_is_normalized_in_float32():
@@ -76,7 +92,9 @@ def test_half_precision_is_normalized_in_float32():
 
 def test_a_longer_completion_begins_with_the_same_numbers():
     def uniforms(count, index=0):
-        return DecodeSequence(Request(0, [1], [0, 1], SamplingParams(max_tokens=count), key=7), index).uniform
+        return DecodeSequence(
+            Request(0, [1], [0, 1], SamplingParams(max_tokens=count), key=7), index
+        ).uniform
 
     assert uniforms(100)[:10] == uniforms(10) != uniforms(10, index=1)
     numbers = torch.tensor(uniforms(20_000))

@@ -38,7 +38,9 @@ in_16_bits = pytest.mark.parametrize("precision", SIXTEEN_BITS)
 @functools.cache
 def weights(version, dtype=torch.float64):
     """By name: a model of its own for every version."""
-    return {name: tensor.to(dtype) for name, tensor in make_model(seed=version).state_dict().items()}
+    return {
+        name: tensor.to(dtype) for name, tensor in make_model(seed=version).state_dict().items()
+    }
 
 
 class TestEmbedded(Conformance):
@@ -73,7 +75,9 @@ class TestOnePromptAtATime(Conformance):
     async def open(self):
         model = make_model(seed=1)
         source = LocalSource(Policy(model), version=1)
-        source._make_batch = lambda longest: StaticBatch(source.runner, lambda longest: 4096 // longest, cached=True)
+        source._make_batch = lambda longest: StaticBatch(
+            source.runner, lambda longest: 4096 // longest, cached=True
+        )
         return Subject(
             source=source,
             model=make_model(),
@@ -88,9 +92,10 @@ class TestOnePromptAtATime(Conformance):
 
 
 EPS = torch.finfo(torch.bfloat16).eps
-# The logits of these models are about 2 at most. A logit is off by one eps of that: half by its own rounding, and as
-# much by that of the states before it. A log-prob is off by two such, its logit's and the others'; a cumulative
-# probability, to which errors of either sign add up, by less than half an eps.
+# The logits of these models are about 2 at most. A logit is off by one eps of that: half by its own
+# rounding, and as much by that of the states before it. A log-prob is off by two such, its logit's
+# and the others'; a cumulative probability, to which errors of either sign add up, by less than
+# half an eps.
 ROUNDED = {"tolerance": 4 * EPS, "rounding": EPS / 2}
 
 
@@ -124,9 +129,13 @@ class TestDetachedUnderAutocast(Conformance):
 class TestOnePromptAtATimeUnderAutocast(Conformance):
     async def open(self):
         model = make_model(seed=1).float()
-        subject = replace(in_autocast(LocalSource, model), before_publish=model.load_state_dict, draws=300)
+        subject = replace(
+            in_autocast(LocalSource, model), before_publish=model.load_state_dict, draws=300
+        )
         source = subject.source
-        source._make_batch = lambda longest: StaticBatch(source.runner, lambda longest: 4096 // longest, cached=True)
+        source._make_batch = lambda longest: StaticBatch(
+            source.runner, lambda longest: 4096 // longest, cached=True
+        )
         return subject
 
 
@@ -153,7 +162,10 @@ def requests(count=4, answers=3, **sampling):
     """Prompts of several lengths."""
     rng = random.Random(0)
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(1 + 3 * i % 7)] for i in range(count)]
-    return [ask(i, prompt=prompt, indices=range(answers), **sampling) for i, prompt in enumerate(prompts)]
+    return [
+        ask(i, prompt=prompt, indices=range(answers), **sampling)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def completions_of(source, wanted):
@@ -167,16 +179,24 @@ def completions_of(source, wanted):
 @torch.no_grad()
 def check_log_probs(model, samples, tolerance, temperature=1.0, vocab=VOCABULARY):
     for sample in samples:
-        logits = model(torch.tensor([sample.prompt + sample.tokens]), use_cache=False).logits[0, :, :vocab].double()
+        logits = (
+            model(torch.tensor([sample.prompt + sample.tokens]), use_cache=False)
+            .logits[0, :, :vocab]
+            .double()
+        )
         logprob = (logits / temperature).log_softmax(-1)[len(sample.prompt) - 1 : -1]
         expected = logprob.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0]
         got = torch.tensor(sample.logprobs, dtype=torch.float64)
         torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("llama", "gemma2")])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family not in ("llama", "gemma2")]
+)
 def test_log_probs_are_those_of_every_family(family, caplog):
-    """Windows of 4 are shorter than what is read here: such a model goes one prompt at a time, and says so."""
+    """Windows of 4 are shorter than what is read here: such a model goes one prompt at a time, and
+    says so.
+    """
     model = make_model(family)
     samples = completions_of(LocalSource(Policy(model), version=0), requests(max_tokens=9))
     check_log_probs(model, samples, 1e-9)
@@ -187,18 +207,26 @@ def test_log_probs_are_those_of_every_family(family, caplog):
 def test_within_its_window_a_model_attends_to_all(caplog):
     model = make_model("mistral_windowed")
     source = LocalSource(Policy(model), version=0)
-    check_log_probs(model, completions_of(source, [ask(i, prompt=[i + 3], max_tokens=3) for i in range(3)]), 1e-9)
+    check_log_probs(
+        model,
+        completions_of(source, [ask(i, prompt=[i + 3], max_tokens=3) for i in range(3)]),
+        1e-9,
+    )
     assert not caplog.text
 
 
 def test_eager_attention_of_gemma_2(caplog):
     model = make_model("gemma2", attention="eager", dtype=torch.float32)
-    check_log_probs(model, completions_of(LocalSource(Policy(model), version=0), requests(max_tokens=9)), 1e-4)
+    check_log_probs(
+        model, completions_of(LocalSource(Policy(model), version=0), requests(max_tokens=9)), 1e-4
+    )
 
 
 def make_mamba():
     torch.manual_seed(0)
-    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=0)
+    config = MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=2, pad_token_id=0
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -229,17 +257,20 @@ def mean_error(got, wanted):
 def log_probs_of(model, samples):
     found = []
     for sample in samples:
-        logits = model(torch.tensor([sample.prompt + sample.tokens]), use_cache=False).logits[0].double()
+        logits = (
+            model(torch.tensor([sample.prompt + sample.tokens]), use_cache=False).logits[0].double()
+        )
         logprob = logits.log_softmax(-1)[len(sample.prompt) - 1 : -1]
         found += logprob.gather(1, torch.tensor(sample.tokens)[:, None])[:, 0].tolist()
     return found
 
 
 def check_precision(policy, samples, context):
-    """The sampler is as near to float64 as the model's own forward pass is in its precision, which rounds its logits.
+    """The sampler is as near to float64 as the model's own forward pass is in its precision, which
+    rounds its logits.
 
-    Against float64, a mean error of at most twice that of this pass; hence against the trainer's pass, which rounds no
-    more than this one, at most three times that.
+    Against float64, a mean error of at most twice that of this pass; hence against the trainer's
+    pass, which rounds no more than this one, at most three times that.
     """
     got = [logprob for sample in samples for logprob in sample.logprobs]
     exact = log_probs_of(copy.deepcopy(policy.model).double(), samples)
@@ -252,14 +283,26 @@ def check_precision(policy, samples, context):
     assert mean_error(got, trained) <= 3 * rounding + 1e-6
 
 
-WIDE = ["llama", "qwen2", "qwen3", "mistral_windowed", "gemma2", "gemma3", "granite", "gpt2", "cohere"]
+WIDE = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral_windowed",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "gpt2",
+    "cohere",
+]
 
 
 @grid(strength=1, precision=PRECISIONS, family=WIDE)
 def test_log_probs_are_as_exact_as_the_forward_pass_in_every_precision(family, precision, caplog):
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_wide(family).to(dtype))
-    samples = completions_of(LocalSource(policy, version=0, context=context), requests(8, max_tokens=12))
+    samples = completions_of(
+        LocalSource(policy, version=0, context=context), requests(8, max_tokens=12)
+    )
     check_precision(policy, samples, context)
     assert not caplog.text
 
@@ -282,7 +325,9 @@ def test_answers_that_join_cost_one_forward_pass_more(precision):
     seen = Counting(policy.plain)
 
     async def body():
-        first, second = (ask(i, prompt=[5 + i] * 3, indices=range(8), max_tokens=12) for i in range(2))
+        first, second = (
+            ask(i, prompt=[5 + i] * 3, indices=range(8), max_tokens=12) for i in range(2)
+        )
         under_way = asyncio.create_task(source.sample(first))
         while len(seen.shapes) < 4:
             await asyncio.sleep(0)
@@ -297,7 +342,9 @@ def test_answers_that_join_cost_one_forward_pass_more(precision):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @in_every_precision
-def test_keys_values_and_mask_are_held_in_what_attention_multiplies(precision, attention, monkeypatch):
+def test_keys_values_and_mask_are_held_in_what_attention_multiplies(
+    precision, attention, monkeypatch
+):
     dtype, context = PRECISIONS[precision]
     held = []
     states = ModelRunner.states
@@ -339,7 +386,9 @@ def test_a_recurrence_in_16_bits(precision):
 
 @grid(strength=1, family=["llama", "gemma2", "cohere"], precision=SIXTEEN_BITS)
 def test_kernels_that_round_otherwise_are_not_taken_for_a_wrong_mask_or_position(family, precision):
-    """Batches of another shape get other kernels; here, each product is rounded once more, at random."""
+    """Batches of another shape get other kernels; here, each product is rounded once more, at
+    random.
+    """
     dtype, context = PRECISIONS[precision]
     policy = Policy(make_wide(family).to(dtype))
     rng = torch.Generator().manual_seed(0)
@@ -380,7 +429,9 @@ def as_the_longest(positions, mask):
     family=["llama", "gemma2", "gpt2", "cohere"],
     wrong=[seen_too_much, seen_too_little, too_late, too_early, as_the_longest],
 )
-def test_a_mask_or_position_that_is_wrong_is_found_out(wrong, family, precision, monkeypatch, caplog):
+def test_a_mask_or_position_that_is_wrong_is_found_out(
+    wrong, family, precision, monkeypatch, caplog
+):
     """Some change the states by 1 %, less than 16 bits do in a deep model."""
     dtype, context = PRECISIONS[precision]
     states = ModelRunner.states
@@ -418,8 +469,12 @@ def test_a_prompt_is_read_once_for_all_of_its_answers():
 
 def test_finished_answers_leave_and_others_take_their_place():
     policy = Policy(make_model())
-    plain = completions_of(LocalSource(policy, version=0), requests(6, max_tokens=20, stop=tuple(range(6))))
-    assert {sample.finish for sample in plain} == {"stop", "length"} or len({len(s.tokens) for s in plain}) > 2
+    plain = completions_of(
+        LocalSource(policy, version=0), requests(6, max_tokens=20, stop=tuple(range(6)))
+    )
+    assert {sample.finish for sample in plain} == {"stop", "length"} or len(
+        {len(s.tokens) for s in plain}
+    ) > 2
     seen = Counting(policy.plain)
     limit = 4 * 27  # tokens: three or four answers of a prompt up to 7 and an answer of 20
     tight = LocalSource(policy, version=0, cache_bytes=limit * 2 * 2 * 2 * 8 * 8)
@@ -435,7 +490,9 @@ def test_finished_answers_leave_and_others_take_their_place():
 
 @grid(strength=1, family=["llama", "gpt2"], precision=PRECISIONS)
 def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, monkeypatch):
-    """Short answers leave wide batches, and long ones long rows: neither may stay when the others come."""
+    """Short answers leave wide batches, and long ones long rows: neither may stay when the others
+    come.
+    """
     dtype, context = PRECISIONS[precision]
     held = []
     reserve = ContinuousBatch._reserve
@@ -447,11 +504,16 @@ def test_what_is_cached_never_takes_more_than_cache_bytes(family, precision, mon
     policy = Policy(make_model(family).to(dtype))
     config = policy.plain.config
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    token = 2 * 2 * heads * (32 // config.num_attention_heads) * (4 if precision == "float32" else 2)
+    token = (
+        2 * 2 * heads * (32 // config.num_attention_heads) * (4 if precision == "float32" else 2)
+    )
     source = LocalSource(policy, version=0, context=context, cache_bytes=400 * token)
     monkeypatch.setattr(ContinuousBatch, "_reserve", watched)
     lengths = [3] * 17 + [20] + [90] * 2 + [4] * 80 + [60] * 2
-    completions_of(source, [ask(i, prompt=[5, 3 + i % 9], indices=[0], max_tokens=n) for i, n in enumerate(lengths)])
+    completions_of(
+        source,
+        [ask(i, prompt=[5, 3 + i % 9], indices=[0], max_tokens=n) for i, n in enumerate(lengths)],
+    )
     assert 300 * token < max(held) <= 400 * token
 
 
@@ -466,7 +528,9 @@ def test_a_cache_of_the_models_own_is_counted_as_it_is(precision):
         with runner.inference():
             cache = runner.states(input_ids=runner.ids([[5] * 50]), use_cache=True)[1]
         tensors = [value for layer in cache.layers for value in vars(layer).values()]
-        tensors = [x for value in tensors for x in (value.values() if isinstance(value, dict) else [value])]
+        tensors = [
+            x for value in tensors for x in (value.values() if isinstance(value, dict) else [value])
+        ]
         assert fit(50) == (1 << 20) // sum(x.nbytes for x in tensors if isinstance(x, torch.Tensor))
 
 
@@ -475,7 +539,8 @@ def test_a_quarter_of_a_gpus_free_memory_is_for_the_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * gib, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * gib)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 2 * gib)
-    assert free_share(torch.device("cuda", 0)) == 9 * gib  # of 37 that are free, or torch's and unused
+    # of 37 that are free, or torch's and unused
+    assert free_share(torch.device("cuda", 0)) == 9 * gib
     assert free_share(torch.device("cpu")) == 2 * gib
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80 * gib))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * gib)
@@ -499,16 +564,21 @@ def test_who_asked_first_does_not_change_a_single_bit():
 
 
 def test_the_model_trains_on_as_it_did_between_two_tokens():
-    """With dropout and gradient checkpointing on: neither is on while tokens are drawn, both are right after."""
+    """With dropout and gradient checkpointing on: neither is on while tokens are drawn, both are
+    right after.
+    """
     torch.manual_seed(0)
     model = get_peft_model(
-        make_model(dtype=torch.float32), LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear")
+        make_model(dtype=torch.float32),
+        LoraConfig(r=2, lora_dropout=0.5, target_modules="all-linear"),
     )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.3) if "lora_B" in name else None
     policy = Policy(model)
-    getattr(policy.plain, "activation_checkpointing_enable", policy.plain.gradient_checkpointing_enable)()
+    getattr(
+        policy.plain, "activation_checkpointing_enable", policy.plain.gradient_checkpointing_enable
+    )()
     policy.train()
     modes = {name: module.training for name, module in policy.named_modules()}
     source = LocalSource(policy, version=0)
@@ -538,7 +608,9 @@ def test_rows_that_only_pad_the_vocabulary_are_never_drawn():
     model = make_model()
     with torch.no_grad():
         model.lm_head.weight[10:] *= 20  # what is beyond would be likely
-    samples = completions_of(LocalSource(Policy(model), version=0, vocab=10), [ask(indices=range(40), max_tokens=3)])
+    samples = completions_of(
+        LocalSource(Policy(model), version=0, vocab=10), [ask(indices=range(40), max_tokens=3)]
+    )
     assert max(token for sample in samples for token in sample.tokens) < 10
     check_log_probs(model, samples, 1e-9, vocab=10)
 
@@ -548,10 +620,15 @@ def test_only_tokens_of_the_tokenizer_are_drawn_and_its_text_has_no_special_ones
     from transformers import AutoTokenizer
 
     save_model(tmp_path)
-    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        AutoModelForCausalLM.from_pretrained(tmp_path),
+    )
     model.resize_token_embeddings(len(tokenizer) + 7)
     source = LocalSource(model, tokenizer, version=0)
-    samples = completions_of(source, [ask(indices=range(60), max_tokens=20, prompt=[40, 41], stop=(1,))])
+    samples = completions_of(
+        source, [ask(indices=range(60), max_tokens=20, prompt=[40, 41], stop=(1,))]
+    )
     assert source.vocab == len(tokenizer)
     for sample in samples:
         assert sample.text == tokenizer.decode(sample.tokens, skip_special_tokens=True)
@@ -612,7 +689,10 @@ def test_a_detached_source_does_not_follow_the_trainer_until_weights_are_publish
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda named: {**named, "base_model.x": torch.zeros(2)}, r"base_model.x \[2\] is no parameter of this model"),
+        (
+            lambda named: {**named, "base_model.x": torch.zeros(2)},
+            r"base_model.x \[2\] is no parameter of this model",
+        ),
         (lambda named: {k: v for k, v in named.items() if "norm" not in k}, "came without .*norm"),
     ],
 )
@@ -626,8 +706,12 @@ def test_without_any_cache_all_is_read_anew():
     model = make_model()
     source = LocalSource(Policy(model), version=0)
     expected = completions_of(source, requests())
-    source._make_batch = lambda longest: StaticBatch(source.runner, lambda longest: 4096 // longest, cached=False)
-    assert [sample.tokens for sample in completions_of(source, requests())] == [sample.tokens for sample in expected]
+    source._make_batch = lambda longest: StaticBatch(
+        source.runner, lambda longest: 4096 // longest, cached=False
+    )
+    assert [sample.tokens for sample in completions_of(source, requests())] == [
+        sample.tokens for sample in expected
+    ]
 
 
 @pytest.mark.parametrize("broken", ["step", "join", "drop_finished"])
@@ -666,8 +750,18 @@ def test_the_reason_for_going_one_prompt_at_a_time_is_named_once(monkeypatch, ca
 class OlderModel(LlamaModel):
     """Takes its cache by the name of transformers before 5.24."""
 
-    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **_):
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+    def forward(
+        self,
+        input_ids,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=None,
+        **_,
+    ):
+        return super().forward(
+            input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache
+        )
 
 
 def test_a_model_gets_its_cache_by_the_name_that_its_code_has_for_it(caplog):

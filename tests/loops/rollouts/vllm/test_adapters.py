@@ -1,4 +1,6 @@
-"""LoRA adapters on a real vLLM server, which is started for them alone: whole weights need one without."""
+"""LoRA adapters on a real vLLM server, which is started for them alone: whole weights need one
+without.
+"""
 
 import asyncio
 
@@ -14,7 +16,9 @@ from vllm_servers import TOLERANCE, VOCABULARY, connect, furthest, start
 @pytest.mark.slow
 def test_adapters_come_under_names_of_their_own_and_answers_under_way_keep_theirs(tmp_path):
     base = vllm_model.make_model(VOCABULARY)
-    model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    )
     torch.manual_seed(1)
 
     def change():
@@ -38,7 +42,9 @@ def test_adapters_come_under_names_of_their_own_and_answers_under_way_keep_their
             assert furthest(samples, model) < TOLERANCE
             with model.disable_adapter():
                 assert furthest(samples, model) > 0.1, "the adapter makes no difference"
-        under_way = asyncio.create_task(source.sample(Request(1, [5], range(2), SamplingParams(200), key=1)))
+        under_way = asyncio.create_task(
+            source.sample(Request(1, [5], range(2), SamplingParams(200), key=1))
+        )
         await asyncio.sleep(0.2)
         old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         change()

@@ -1,4 +1,6 @@
-"""What a real server can't be made to do, and what is checked before it is trusted; against a stand-in, everywhere."""
+"""What a real server can't be made to do, and what is checked before it is trusted; against a
+stand-in, everywhere.
+"""
 
 import asyncio
 import base64
@@ -37,7 +39,9 @@ class Unknown(PretrainedConfig):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = save_model(tmp_path_factory.mktemp("model"))
-    return types.SimpleNamespace(config=Unknown(258, 2), tokenizer=AutoTokenizer.from_pretrained(path), path=path)
+    return types.SimpleNamespace(
+        config=Unknown(258, 2), tokenizer=AutoTokenizer.from_pretrained(path), path=path
+    )
 
 
 @pytest.fixture
@@ -53,7 +57,12 @@ def connect(model, fake, tmp_path):
     sources = []
 
     def connect(**options):
-        usual = {"config": model.config, "tokenizer": model.tokenizer, "dtype": "float32", "patience": 60.0}
+        usual = {
+            "config": model.config,
+            "tokenizer": model.tokenizer,
+            "dtype": "float32",
+            "patience": 60.0,
+        }
         options = {"updates": Files(tmp_path / "files"), "url": fake.url, **usual, **options}
         sources.append(VLLMServer(options.pop("url"), **options))
         return sources[-1]
@@ -86,7 +95,9 @@ class TestMeeting:
         source = connect()
         assert asyncio.run(source.version()) is None and source.context == 64
 
-    def test_an_address_alone_is_enough_where_the_model_of_the_server_can_be_read(self, fake, model):
+    def test_an_address_alone_is_enough_where_the_model_of_the_server_can_be_read(
+        self, fake, model
+    ):
         fake.root = str(model.path)
         source = VLLMServer(fake.url, patience=60.0)
         try:
@@ -95,7 +106,9 @@ class TestMeeting:
             trained = AutoModelForCausalLM.from_pretrained(model.path).state_dict()
             asyncio.run(source.publish(trained.items(), 1))
             (sample,) = asyncio.run(source.sample(ask()))
-            assert sample.spans == [VersionSpan(1, 0, 3)] and sample.text == model.tokenizer.decode(sample.tokens)
+            assert sample.spans == [VersionSpan(1, 0, 3)] and sample.text == model.tokenizer.decode(
+                sample.tokens
+            )
             with pytest.raises(SourceError, match="came without"):
                 asyncio.run(source.publish(list(trained.items())[1:], 2))
         finally:
@@ -103,9 +116,13 @@ class TestMeeting:
             source.updates.directory.rmdir()
 
     def test_a_model_that_cannot_be_read_here_must_be_given(self, connect, fake):
-        with pytest.raises(SourceError, match=r"the config of the server's model, /no/such/model, .*pass config="):
+        with pytest.raises(
+            SourceError, match=r"the config of the server's model, /no/such/model, .*pass config="
+        ):
             connect(config=None)
-        with pytest.raises(SourceError, match=r"the tokenizer of the server's model, .*pass tokenizer="):
+        with pytest.raises(
+            SourceError, match=r"the tokenizer of the server's model, .*pass tokenizer="
+        ):
             connect(tokenizer=None)
 
     def test_without_a_wanted_precision_any_is_taken(self, connect, fake):
@@ -128,7 +145,9 @@ class TestMeeting:
             fake.close()
 
     def test_no_server_is_an_error_that_says_where_there_is_none(self, connect, fake):
-        with pytest.raises(SourceError, match=r"no healthy server at http://127.0.0.1:1 for 0\.2 s; start it"):
+        with pytest.raises(
+            SourceError, match=r"no healthy server at http://127.0.0.1:1 for 0\.2 s; start it"
+        ):
             connect(url="http://127.0.0.1:1", patience=0.2)
 
     def test_an_unhealthy_server_is_waited_for(self, connect, fake):
@@ -151,9 +170,11 @@ class TestMeeting:
 
     def test_a_login_in_the_address_is_sent_and_never_shown(self, connect, fake):
         seen = []
-        fake.server.RequestHandlerClass.do_GET = lambda self, usual=fake.server.RequestHandlerClass.do_GET: (
-            seen.append(self.headers["Authorization"]),
-            usual(self),
+        fake.server.RequestHandlerClass.do_GET = (
+            lambda self, usual=fake.server.RequestHandlerClass.do_GET: (
+                seen.append(self.headers["Authorization"]),
+                usual(self),
+            )
         )
         source = connect(url=fake.url.replace("//", "//user:p%40ss@"))
         assert set(seen) == {"Basic " + base64.b64encode(b"user:p@ss").decode()}
@@ -177,8 +198,18 @@ class TestMeeting:
     @pytest.mark.parametrize(
         ("where", "name", "value", "fix"),
         [
-            ("model_config", "logprobs_mode", "raw_logprobs", "restart it with --logprobs-mode processed_logprobs"),
-            ("model_config", "dtype", "torch.bfloat16", "the trainer in float32; restart it with --dtype float32"),
+            (
+                "model_config",
+                "logprobs_mode",
+                "raw_logprobs",
+                "restart it with --logprobs-mode processed_logprobs",
+            ),
+            (
+                "model_config",
+                "dtype",
+                "torch.bfloat16",
+                "the trainer in float32; restart it with --dtype float32",
+            ),
             ("model_config", "quantization", "fp8", "is quantized"),
             (
                 "weight_transfer_config",
@@ -194,11 +225,15 @@ class TestMeeting:
             connect()
         assert fix in str(raised.value)
 
-    def test_whole_weights_are_refused_by_a_server_of_adapters_and_the_other_way_round(self, connect, fake, tmp_path):
+    def test_whole_weights_are_refused_by_a_server_of_adapters_and_the_other_way_round(
+        self, connect, fake, tmp_path
+    ):
         with pytest.raises(SourceError, match="restart it with --enable-lora --max-lora-rank 16"):
             connect(updates=Adapters(tmp_path, LoraConfig(r=9)))
         fake.config["lora_config"] = {"max_loras": 4, "max_lora_rank": 8}
-        with pytest.raises(SourceError, match=r"up to rank 8, lora\.r is 9; restart it with --max-lora-rank 16"):
+        with pytest.raises(
+            SourceError, match=r"up to rank 8, lora\.r is 9; restart it with --max-lora-rank 16"
+        ):
             connect(updates=Adapters(tmp_path, LoraConfig(r=9)))
         with pytest.raises(SourceError, match="restart it with no --enable-lora"):
             connect()
@@ -218,9 +253,13 @@ class TestMeeting:
     def test_other_versions_are_refused_unless_they_are_asked_for(self, connect, fake):
         for version in ("0.31.2", "0.33.0", "0.320.1", "1.0"):
             fake.version = version
-            with pytest.raises(SourceError, match=f"is version {version}, but 0.32 are known") as raised:
+            with pytest.raises(
+                SourceError, match=f"is version {version}, but 0.32 are known"
+            ) as raised:
                 connect()
-            assert 'pip install "vllm==0.32.*"' in str(raised.value) and "--vllm.python" in str(raised.value)
+            assert 'pip install "vllm==0.32.*"' in str(raised.value) and "--vllm.python" in str(
+                raised.value
+            )
             connect(versions=(version,))
         fake.version = "0.32.1+cpu"
         connect()
@@ -232,7 +271,9 @@ class TestMeeting:
 
     def test_another_model_behind_the_address_is_refused(self, connect, fake, tmp_path):
         fake.vocab += 1
-        with pytest.raises(SourceError, match="larger than the trainer's, of 258; start it with the same model"):
+        with pytest.raises(
+            SourceError, match="larger than the trainer's, of 258; start it with the same model"
+        ):
             connect()
         fake.vocab -= 2
         with pytest.raises(SourceError, match="smaller than the trainer's"):
@@ -246,7 +287,8 @@ class TestMeeting:
     def test_another_tokenizer_behind_the_address_is_refused(self, connect, fake):
         fake.odd["/tokenize"] = lambda body: (200, {"tokens": [7, 8, 9]})
         with pytest.raises(
-            SourceError, match=r"the tokenizer of .* is another one than the trainer's: it gives \[7, 8"
+            SourceError,
+            match=r"the tokenizer of .* is another one than the trainer's: it gives \[7, 8",
         ):
             connect()
 
@@ -259,14 +301,25 @@ class TestAnswers:
         fake.odd["/inference/v1/generate"] = lambda body: (asked.append(body), usual(body))[1]
         samples = published(source, request)
         assert [sample.index for sample in samples] == [0, 1, 2]
-        assert {body["sampling_params"]["seed"] for body in asked} == {request.seed(index) for index in range(3)}
+        assert {body["sampling_params"]["seed"] for body in asked} == {
+            request.seed(index) for index in range(3)
+        }
         for sample in samples:
             assert sample.tokens == [(request.seed(sample.index) + t) % 258 for t in range(3)]
             assert sample.spans == [VersionSpan(1, 0, 3)] and sample.logprobs == [-1.0] * 3
         for body in asked:
             how = body["sampling_params"]
-            assert body["token_ids"] == [5, 6] and how["stop_token_ids"] == [4] and how["ignore_eos"] is True
-            assert (how["max_tokens"], how["temperature"], how["top_p"], how["top_k"]) == (3, 0.7, 0.9, 5)
+            assert (
+                body["token_ids"] == [5, 6]
+                and how["stop_token_ids"] == [4]
+                and how["ignore_eos"] is True
+            )
+            assert (how["max_tokens"], how["temperature"], how["top_p"], how["top_k"]) == (
+                3,
+                0.7,
+                0.9,
+                5,
+            )
             assert how["logprobs"] == 0 and "n" not in how
 
     def test_no_more_answers_are_under_way_than_allowed(self, connect, fake):
@@ -294,7 +347,10 @@ class TestAnswers:
         [
             ({"logprobs": {"content": []}}, "it came with 0 log-probs for 3 tokens"),
             ({"logprobs": {"content": [{"token_id": 9, "logprob": -1.0}] * 3}}, "or of other ones"),
-            ({"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (1, 2, 3)]}}, "look for NaN"),
+            (
+                {"logprobs": {"content": [{"token_id": t, "logprob": -9999.0} for t in (1, 2, 3)]}},
+                "look for NaN",
+            ),
             ({"logprobs": None}, "its answer is not understood"),
             ({"finish_reason": "mystery"}, "its answer is not understood"),
             ({"weight_versions": None}, "which weights its 3 tokens are from is not said"),
@@ -303,14 +359,20 @@ class TestAnswers:
     )
     def test_an_answer_whose_parts_disagree_is_an_error(self, connect, fake, changes, says):
         source = connect()
-        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([1, 2, 3], fake.label, **changes)]})
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            200,
+            {"choices": [choice([1, 2, 3], fake.label, **changes)]},
+        )
         with pytest.raises(SourceError, match=says) as raised:
             published(source, ask())
         assert not isinstance(raised.value, SourceLost)
 
     def test_an_answer_longer_than_asked_for_is_an_error(self, connect, fake):
         source = connect()
-        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([1] * 9, fake.label)]})
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            200,
+            {"choices": [choice([1] * 9, fake.label)]},
+        )
         with pytest.raises(SourceError, match="asked for at most 3 tokens, got 9"):
             published(source, ask())
 
@@ -321,11 +383,17 @@ class TestAnswers:
                 200,
                 {
                     "choices": [
-                        choice([1, 2, 3], "", weight_versions=[{"version": fake.label, "start": start, "end": end}])
+                        choice(
+                            [1, 2, 3],
+                            "",
+                            weight_versions=[{"version": fake.label, "start": start, "end": end}],
+                        )
                     ]
                 },
             )
-            with pytest.raises(SourceError, match="which weights its 3 tokens are from is not said"):
+            with pytest.raises(
+                SourceError, match="which weights its 3 tokens are from is not said"
+            ):
                 published(source, ask())
 
     @pytest.mark.parametrize("text", ["", "{", "null", "[]", '{"choices": []}', "<html>"])
@@ -337,7 +405,10 @@ class TestAnswers:
 
     def test_an_answer_broken_off_before_its_first_token_is_lost(self, connect, fake):
         source = connect()
-        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([], "x", weight_versions=[])]})
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            200,
+            {"choices": [choice([], "x", weight_versions=[])]},
+        )
         with pytest.raises(SourceLost, match="broken off"):
             published(source, ask())
 
@@ -372,8 +443,13 @@ class TestAnswers:
     def test_a_token_that_the_model_does_not_have_is_refused(self, token, connect, fake):
         """On a GPU the trainer would die of it, in an assertion of the device."""
         source = connect()
-        fake.odd["/inference/v1/generate"] = lambda body: (200, {"choices": [choice([1, token, 2], fake.label)]})
-        with pytest.raises(SourceError, match=f"completion token {token} is outside the vocabulary of 258"):
+        fake.odd["/inference/v1/generate"] = lambda body: (
+            200,
+            {"choices": [choice([1, token, 2], fake.label)]},
+        )
+        with pytest.raises(
+            SourceError, match=f"completion token {token} is outside the vocabulary of 258"
+        ):
             published(source, ask())
 
     def test_too_long_a_request_is_refused_before_it_is_sent(self, connect, fake):
@@ -385,12 +461,16 @@ class TestAnswers:
         source = connect()
         final, lost, busy = (400, 403, 422), (404,), (408, 429, 500, 503)
         for status in (*final, *lost, *busy):
-            fake.odd["/inference/v1/generate"] = lambda body, status=status: error(status, "it is cursed")
+            fake.odd["/inference/v1/generate"] = lambda body, status=status: error(
+                status, "it is cursed"
+            )
             with pytest.raises(SourceError, match=f"answered {status}: it is cursed") as raised:
                 published(source, ask())
             assert isinstance(raised.value, SourceLost) == (status not in final)
             assert isinstance(raised.value, SourceBusy) == (status in busy)
-        fake.odd["/inference/v1/generate"] = lambda body: error(500, "EngineCore encountered an issue")
+        fake.odd["/inference/v1/generate"] = lambda body: error(
+            500, "EngineCore encountered an issue"
+        )
         with pytest.raises(SourceLost, match="dying"):
             published(source, ask())
         fake.odd["/inference/v1/generate"] = lambda body: (None, 0)  # drops the connection
@@ -455,7 +535,9 @@ class TestAnswers:
 
 
 class TestWholeWeights:
-    def test_they_are_put_in_while_the_engine_is_paused_and_its_cache_cleared(self, connect, fake, tmp_path):
+    def test_they_are_put_in_while_the_engine_is_paused_and_its_cache_cleared(
+        self, connect, fake, tmp_path
+    ):
         source = connect()
         fake.calls.clear()
         got, paths = [], []
@@ -484,7 +566,9 @@ class TestWholeWeights:
         assert pauses == ["/pause?mode=keep&clear_cache=true"]
         ((tensors, last, label),) = got
         assert last and all(torch.equal(tensors[name], tensor) for name, tensor in weights(3.0))
-        assert label.startswith("incomplete"), "a trainer that dies now would leave weights that look whole"
+        assert label.startswith("incomplete"), (
+            "a trainer that dies now would leave weights that look whole"
+        )
         assert asyncio.run(source.version()) == 4
         assert not list((tmp_path / "files").iterdir()), "the file is not kept"
 
@@ -504,7 +588,9 @@ class TestWholeWeights:
         shared = torch.ones(4, 4)
         asyncio.run(connect().publish([("embed", shared), ("head", shared)], 1))
 
-    def test_an_update_that_fails_leaves_no_version_and_the_next_one_begins_anew(self, connect, fake):
+    def test_an_update_that_fails_leaves_no_version_and_the_next_one_begins_anew(
+        self, connect, fake
+    ):
         source = connect()
         fake.odd["/update_weights"] = lambda body: error(500, "no weights came for b")
 
@@ -539,7 +625,9 @@ class TestWholeWeights:
         asyncio.run(source.publish(good.items(), 1))
         left = next(name for name in good if "k_proj" in name)
         with pytest.raises(SourceError, match=f"came without {left}"):
-            asyncio.run(source.publish([(name, tensor) for name, tensor in good.items() if name != left], 2))
+            asyncio.run(
+                source.publish([(name, tensor) for name, tensor in good.items() if name != left], 2)
+            )
         assert asyncio.run(source.version()) is None
         for odd in ({f"base_model.{left}": good[left]}, {left: torch.ones(1)}):
             with pytest.raises(SourceError, match="is no parameter of this model"):
@@ -576,7 +664,9 @@ class TestWholeWeights:
         with pytest.raises(SourceError, match="--dtype float32"):
             asyncio.run(source.version())
 
-    def test_a_server_that_is_gone_is_revived_when_its_version_is_asked_for(self, connect, fake, model):
+    def test_a_server_that_is_gone_is_revived_when_its_version_is_asked_for(
+        self, connect, fake, model
+    ):
         revived = []
 
         def revive():
@@ -601,13 +691,18 @@ class TestWholeWeights:
             await source.publish(weights(), 1)
             first = fake.label
             await source.publish(weights(), 2)
-            labels = [{"version": first, "start": 0, "end": 2}, {"version": fake.label, "start": 2, "end": 3}]
+            labels = [
+                {"version": first, "start": 0, "end": 2},
+                {"version": fake.label, "start": 2, "end": 3},
+            ]
             fake.odd["/inference/v1/generate"] = lambda body: (
                 200,
                 {"choices": [choice([1, 2, 3], "", weight_versions=labels)]},
             )
             (sample,) = await source.sample(ask())
-            assert sample.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)] and sample.oldest == 1
+            assert (
+                sample.spans == [VersionSpan(1, 0, 2), VersionSpan(2, 2, 3)] and sample.oldest == 1
+            )
 
         asyncio.run(run())
 
@@ -617,7 +712,9 @@ class TestSilence:
 
     @pytest.fixture
     def stuck(self, fake):
-        """Until it is cleared, completions never come; those of one token, by which a server is tried, do."""
+        """Until it is cleared, completions never come; those of one token, by which a server is
+        tried, do.
+        """
         usual, stuck = fake.do_inference_v1_generate, threading.Event()
         stuck.set()
 
@@ -698,7 +795,9 @@ class TestSilence:
 
 
 class TestNccl:
-    """Its orders and their order, against a stand-in for vLLM's communicator; the broadcasts themselves need GPUs."""
+    """Its orders and their order, against a stand-in for vLLM's communicator; the broadcasts
+    themselves need GPUs.
+    """
 
     @pytest.fixture
     def groups(self, monkeypatch, fake):
@@ -730,19 +829,33 @@ class TestNccl:
         asyncio.run(source.publish(weights(2.0), 1))
         (group,) = groups
         told = dict(fake.calls)["/init_weight_transfer_engine"]["init_info"]
-        assert told == {**group.meeting, "rank_offset": 1, "packed": False} and told["world_size"] == 3
+        assert (
+            told == {**group.meeting, "rank_offset": 1, "packed": False} and told["world_size"] == 3
+        )
         info = dict(fake.calls)["/update_weights"]["update_info"]
-        assert info == {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[2, 3], [3]]}
+        assert info == {
+            "names": ["a", "b"],
+            "dtype_names": ["float32"] * 2,
+            "shapes": [[2, 3], [3]],
+        }
         assert [src for _, src in group.sent] == [0, 0]
-        assert all(torch.equal(sent, tensor) for (sent, _), (_, tensor) in zip(group.sent, weights(2.0), strict=True))
+        assert all(
+            torch.equal(sent, tensor)
+            for (sent, _), (_, tensor) in zip(group.sent, weights(2.0), strict=True)
+        )
         asyncio.run(source.publish(weights(), 2))
         assert len(groups) == 1, "the group is kept from one version to the next"
 
     def test_the_server_is_told_where_the_trainer_is(self, connect, fake, groups):
         asyncio.run(connect(updates=Nccl("10.1.2.3")).publish(weights(), 1))
-        assert dict(fake.calls)["/init_weight_transfer_engine"]["init_info"]["master_address"] == "10.1.2.3"
+        assert (
+            dict(fake.calls)["/init_weight_transfer_engine"]["init_info"]["master_address"]
+            == "10.1.2.3"
+        )
 
-    def test_the_trainers_address_is_that_of_the_route_to_the_server(self, connect, model, monkeypatch, groups):
+    def test_the_trainers_address_is_that_of_the_route_to_the_server(
+        self, connect, model, monkeypatch, groups
+    ):
         for host in ("127.0.0.1", "127.0.0.2", "::1"):
             try:
                 fake = Fake(model.tokenizer, host=host)
@@ -787,7 +900,10 @@ class TestAdapters:
         async def run():
             asked = []
             usual = fake.do_inference_v1_generate
-            fake.odd["/inference/v1/generate"] = lambda body: (asked.append(body["model"]), usual(body))[1]
+            fake.odd["/inference/v1/generate"] = lambda body: (
+                asked.append(body["model"]),
+                usual(body),
+            )[1]
             for version in (1, 2):
                 await source.publish(weights(version), version)
                 assert await source.version() == version
@@ -795,7 +911,10 @@ class TestAdapters:
                 assert sample.spans == [VersionSpan(version, 0, 3)]
                 assert asked == fake.adapters, "the one that is there is the one that is asked for"
                 directory = tmp_path / "adapters" / asked.pop()
-                assert load_file(directory / "adapter_model.safetensors")["b"].tolist() == [float(version)] * 3
+                assert (
+                    load_file(directory / "adapter_model.safetensors")["b"].tolist()
+                    == [float(version)] * 3
+                )
                 assert json.loads((directory / "adapter_config.json").read_text())["r"] == 2
             loaded = [body for path, body in fake.calls if path == "/v1/load_lora_adapter"]
             assert len({body["lora_name"] for body in loaded}) == 2
@@ -811,7 +930,11 @@ class TestAdapters:
 
         async def run():
             await source.publish(weights(), 1)
-            fake.odd["/inference/v1/generate"] = lambda body: (asked.set(), release.wait(60), usual(body))[-1]
+            fake.odd["/inference/v1/generate"] = lambda body: (
+                asked.set(),
+                release.wait(60),
+                usual(body),
+            )[-1]
             under_way = asyncio.create_task(source.sample(ask()))
             await asyncio.to_thread(asked.wait, 60)
             await source.publish(weights(), 2)
@@ -836,7 +959,9 @@ class TestAdapters:
         asyncio.run(run())
 
     def test_one_that_the_server_does_not_take_is_explained(self, source, fake):
-        fake.odd["/v1/load_lora_adapter"] = lambda body: error(400, "LoRA rank 2 is greater than max_lora_rank 1")
+        fake.odd["/v1/load_lora_adapter"] = lambda body: error(
+            400, "LoRA rank 2 is greater than max_lora_rank 1"
+        )
         with pytest.raises(SourceError, match=r"LoRA rank 2 .*--max-lora-rank be at least 2"):
             asyncio.run(source.publish(weights(), 1))
 
@@ -894,8 +1019,12 @@ class TestServers:
         for (tensors,) in got:
             assert all(torch.equal(tensors[name], tensor) for name, tensor in weights(3.0))
 
-    def test_the_next_part_of_the_weights_is_read_when_both_have_taken_the_last(self, source, pair, monkeypatch):
-        """Or else the parts that the slower one has not taken yet would be held in memory, up to the whole model."""
+    def test_the_next_part_of_the_weights_is_read_when_both_have_taken_the_last(
+        self, source, pair, monkeypatch
+    ):
+        """Or else the parts that the slower one has not taken yet would be held in memory, up to
+        the whole model.
+        """
         monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # of one tensor each
         taken = [[], []]
         for each, names, seconds in zip(pair, taken, (0.0, 0.05), strict=True):
@@ -907,7 +1036,9 @@ class TestServers:
 
         def read():
             for i in range(6):
-                assert [len(names) for names in taken] == [max(0, i - 1)] * 2, "one part is read ahead"
+                assert [len(names) for names in taken] == [max(0, i - 1)] * 2, (
+                    "one part is read ahead"
+                )
                 yield f"w{i}", torch.ones(3)
 
         asyncio.run(source.publish(read(), 1))
@@ -920,7 +1051,9 @@ class TestServers:
             await source.publish(weights(), 1)
             for each in pair:
                 each.close()
-            threading.Timer(0.3, lambda: back.append(self.counting(Fake(model.tokenizer, pair[1].port)))).start()
+            threading.Timer(
+                0.3, lambda: back.append(self.counting(Fake(model.tokenizer, pair[1].port)))
+            ).start()
             assert await source.version() is None
             await source.publish(weights(), 1)
             assert (await source.sample(self.group(0)))[0].spans == [VersionSpan(1, 0, 3)]
@@ -933,7 +1066,9 @@ class TestServers:
             for server in back:
                 server.close()
 
-    def test_one_that_dies_while_it_is_asked_for_its_version_holds_up_nothing(self, source, pair, monkeypatch, caplog):
+    def test_one_that_dies_while_it_is_asked_for_its_version_holds_up_nothing(
+        self, source, pair, monkeypatch, caplog
+    ):
         monkeypatch.setattr("burnish.loops.rollouts.vllm.server._STRAGGLER", 0.5)
 
         def die(body):
@@ -950,19 +1085,29 @@ class TestServers:
         asyncio.run(run())
         assert time.monotonic() - began < 15
 
-    def test_one_that_answers_nothing_but_its_health_is_named_and_done_without(self, connect, pair, caplog):
+    def test_one_that_answers_nothing_but_its_health_is_named_and_done_without(
+        self, connect, pair, caplog
+    ):
         source = VLLMServers([connect(url=each.url, timeout=1.0, patience=30.0) for each in pair])
 
         async def run():
             await source.publish(weights(), 1)
-            pair[0].odd.update({path: lambda body: (None, 60) for path in ("/weight_info", "/version")})
+            pair[0].odd.update(
+                {path: lambda body: (None, 60) for path in ("/weight_info", "/version")}
+            )
             assert await source.version() == 1
 
         asyncio.run(run())
-        (line,) = [record.getMessage() for record in caplog.records if "continue without it" in record.getMessage()]
+        (line,) = [
+            record.getMessage()
+            for record in caplog.records
+            if "continue without it" in record.getMessage()
+        ]
         assert pair[0].url in line and "1 of 2 servers" in line
 
-    def test_the_other_takes_over_from_one_that_dies_until_it_is_back(self, source, pair, model, caplog):
+    def test_the_other_takes_over_from_one_that_dies_until_it_is_back(
+        self, source, pair, model, caplog
+    ):
         revived = []
 
         async def run():
@@ -971,7 +1116,11 @@ class TestServers:
             samples = await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
             assert [len(group) for group in samples] == [4] * 4
             assert {prompt[1] for prompt in pair[1].asked} == set(range(4))
-            (line,) = [record.getMessage() for record in caplog.records if "continue without it" in record.getMessage()]
+            (line,) = [
+                record.getMessage()
+                for record in caplog.records
+                if "continue without it" in record.getMessage()
+            ]
             assert pair[0].url in line and "1 of 2 servers continue without it" in line
             pair[0].close()
             assert await source.version() == 1
@@ -986,7 +1135,9 @@ class TestServers:
 
         try:
             asyncio.run(run())
-            assert len([path for path, _ in revived[0].calls if path == "/finish_weight_update"]) == 1
+            assert (
+                len([path for path, _ in revived[0].calls if path == "/finish_weight_update"]) == 1
+            )
         finally:
             for server in revived:
                 server.close()
@@ -1010,11 +1161,16 @@ class TestServers:
         asyncio.run(run())
         assert "continue without it" not in caplog.text
 
-    def test_without_any_server_they_are_lost_and_what_none_will_do_is_not_tried_on_the_other(self, source, pair):
+    def test_without_any_server_they_are_lost_and_what_none_will_do_is_not_tried_on_the_other(
+        self, source, pair
+    ):
         asyncio.run(source.publish(weights(), 1))
         asked = set()
         for each in pair:
-            each.odd["/inference/v1/generate"] = lambda body, url=each.url: (asked.add(url), error(400, "cursed"))[1]
+            each.odd["/inference/v1/generate"] = lambda body, url=each.url: (
+                asked.add(url),
+                error(400, "cursed"),
+            )[1]
         with pytest.raises(Rejected, match="answered 400: cursed"):
             asyncio.run(source.sample(self.group(0)))
         assert len(asked) == 1
@@ -1025,9 +1181,13 @@ class TestServers:
 
 
 def test_a_temperature_that_vllm_would_raise_is_refused(connect):
-    """By its ``SamplingParams``, to 0.01: with log-probs of a distribution that the trainer does not know of."""
+    """By its ``SamplingParams``, to 0.01: with log-probs of a distribution that the trainer does
+    not know of.
+    """
     source = connect()
-    with pytest.raises(ValueError, match=r"temperature: vLLM samples at 0\.01 or above, got 0\.005"):
+    with pytest.raises(
+        ValueError, match=r"temperature: vLLM samples at 0\.01 or above, got 0\.005"
+    ):
         published(source, ask(temperature=0.005))
     assert published(source, ask(temperature=0.01), ask(temperature=0.0))
 
@@ -1035,12 +1195,16 @@ def test_a_temperature_that_vllm_would_raise_is_refused(connect):
 def test_everything_works_in_one_event_loop_after_another(connect):
     source = connect(concurrency=1)
     for version in (1, 2):
-        assert published(source, ask(range(3)), version=version)[2].spans == [VersionSpan(version, 0, 3)]
+        assert published(source, ask(range(3)), version=version)[2].spans == [
+            VersionSpan(version, 0, 3)
+        ]
 
 
 def test_the_same_request_gives_the_same_tokens_serial_or_concurrent(connect):
     source = connect()
-    requests = [partial(Request, task, [5], range(2), SamplingParams(4))(key=1) for task in range(6)]
+    requests = [
+        partial(Request, task, [5], range(2), SamplingParams(4))(key=1) for task in range(6)
+    ]
 
     async def run():
         await source.publish(weights(), 1)

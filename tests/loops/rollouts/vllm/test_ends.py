@@ -1,4 +1,6 @@
-"""vLLM ends the answers of a base model that was trained under a chat template, where the template ends them."""
+"""vLLM ends the answers of a base model that was trained under a chat template, where the template
+ends them.
+"""
 
 import json
 import os
@@ -9,8 +11,10 @@ from burnish.loops.cli import main
 from tiny import save_model, write_rows
 from vllm_servers import CONTEXT, ENVIRONMENT, vllm_python
 
-EOS, END = 2, 1  # the end of a document, which the base model was made with, and of a message under its template
-SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}  # vLLM has kernels for
+# the end of a document, which the base model was made with, and of a message under its template
+EOS, END = 2, 1
+# vLLM has kernels for
+SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 ANSWER = [{"role": "assistant", "content": "4"}]
 ASK = f"""
@@ -29,7 +33,9 @@ def test_vllm_ends_the_answers_of_a_trained_base_model(tmp_path):
     base = save_model(tmp_path / "base", eos="<|endoftext|>", eos_token_id=EOS, **SIZES)
     data = write_rows(tmp_path / "rows.jsonl", [{"messages": QUESTION + ANSWER}])
     paths = ["--model", str(base), "--data", str(data), "--output", str(tmp_path / "run")]
-    assert main(["sft", *paths, "--steps", "40", "--batch_size", "1", "--learning_rate", "1e-2"]) == 0
+    assert (
+        main(["sft", *paths, "--steps", "40", "--batch_size", "1", "--learning_rate", "1e-2"]) == 0
+    )
     environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     environment.pop("PYTHONPATH", None)
     command = [python, "-c", ASK, str(tmp_path / "run/model"), json.dumps(QUESTION)]

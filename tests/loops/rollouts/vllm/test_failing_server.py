@@ -1,4 +1,6 @@
-"""A server that fails at any one of its requests: the run ends as if it had not, or by a message, and goes on."""
+"""A server that fails at any one of its requests: the run ends as if it had not, or by a message,
+and goes on.
+"""
 
 import json
 
@@ -10,7 +12,9 @@ from served import FAILURES
 DIES, *REST = FAILURES  # at every third request in tests/faults.py
 
 
-@pytest.mark.parametrize(("name", "every"), [(DIES, 9), slow(DIES, 5), *(slow(name, 7) for name in REST)])
+@pytest.mark.parametrize(
+    ("name", "every"), [(DIES, 9), slow(DIES, 5), *(slow(name, 7) for name in REST)]
+)
 def test_a_run_ends_with_the_same_bits_whatever_request_fails(name, every, tmp_path):
     ((status, printed),) = run_forked(1, "served", name, every, str(tmp_path))
     assert status == 0, printed[-3000:]

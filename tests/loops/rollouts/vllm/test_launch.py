@@ -1,4 +1,6 @@
-"""How a server is started, watched over and ended, with a stand-in for the interpreter that would run vLLM."""
+"""How a server is started, watched over and ended, with a stand-in for the interpreter that would
+run vLLM.
+"""
 
 import asyncio
 import json
@@ -62,7 +64,9 @@ def python(tmp_path):
 
 @pytest.fixture
 def start(python, tmp_path):
-    return lambda **options: ServerProcess("model", python=python, log=tmp_path / "log.txt", dtype="float32", **options)
+    return lambda **options: ServerProcess(
+        "model", python=python, log=tmp_path / "log.txt", dtype="float32", **options
+    )
 
 
 def group(leader):
@@ -99,7 +103,9 @@ def test_a_server_that_died_is_revived_at_its_address_and_one_that_runs_is_left_
     wait_until(lambda: not group(second))
 
 
-def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_and_where_the_log_is(start, tmp_path):
+def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_and_where_the_log_is(
+    start, tmp_path
+):
     (tmp_path / "log.txt").write_text("ValueError: of an earlier run\n")
     with pytest.raises(SourceLost) as raised:
         start(flags=["--no-such-flag"])
@@ -108,14 +114,22 @@ def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_
     assert rest == (
         f"To fix it, leave it out of --vllm.options: this vLLM has no such flag. Its log is {tmp_path / 'log.txt'}"
     )
-    with pytest.raises(SourceLost, match=r"it ended with status 127\): .* not found\nIts log is .*log\.txt"):
-        ServerProcess("model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32")
+    with pytest.raises(
+        SourceLost, match=r"it ended with status 127\): .* not found\nIts log is .*log\.txt"
+    ):
+        ServerProcess(
+            "model", python=tmp_path / "nowhere", log=tmp_path / "log.txt", dtype="float32"
+        )
 
 
 def test_a_server_that_ends_without_a_word_shows_what_there_is(start):
-    with pytest.raises(SourceLost, match=r"it ended with status 3\); its log, .*, ends with:\nloading$"):
+    with pytest.raises(
+        SourceLost, match=r"it ended with status 3\); its log, .*, ends with:\nloading$"
+    ):
         start(flags=["--silent"])
-    with pytest.raises(SourceLost, match=r"it was killed, as the kernel does where memory runs out\)"):
+    with pytest.raises(
+        SourceLost, match=r"it was killed, as the kernel does where memory runs out\)"
+    ):
         start(flags=["--killed"])
 
 
@@ -123,21 +137,27 @@ def test_a_server_leaves_memory_to_the_trainer_unless_it_has_a_device_of_its_own
     def share(**options):
         with start(**options) as server:
             command = psutil.Process(server.pid).cmdline()
-        return [command[i + 1] for i, part in enumerate(command) if part == "--gpu-memory-utilization"]
+        return [
+            command[i + 1] for i, part in enumerate(command) if part == "--gpu-memory-utilization"
+        ]
 
     assert share() == share(environment={"VLLM_CPU_KVCACHE_SPACE": "1"}) == ["0.4"]
     assert share(flags=["--gpu-memory-utilization", "0.7"]) == ["0.7"]
     assert share(environment={"CUDA_VISIBLE_DEVICES": "1"}) == []
 
 
-def test_a_server_has_room_for_the_adapters_that_are_loaded_at_once_and_for_none_without(start, tmp_path):
+def test_a_server_has_room_for_the_adapters_that_are_loaded_at_once_and_for_none_without(
+    start, tmp_path
+):
     with start(update_flags=Adapters(tmp_path, LoraConfig(r=9), loaded=3).flags) as server:
         command = " ".join(psutil.Process(server.pid).cmdline())
     assert "--max-loras 3" in command and "--enable-lora --max-lora-rank 16" in command
     assert "--weight-transfer-config" not in command
     with start() as server:
         command = " ".join(psutil.Process(server.pid).cmdline())
-    assert '--weight-transfer-config {"backend": "burnish_files"}' in command and "lora" not in command
+    assert (
+        '--weight-transfer-config {"backend": "burnish_files"}' in command and "lora" not in command
+    )
 
 
 def test_a_server_is_looked_for_at_the_port_that_its_flags_name(start):
@@ -182,7 +202,9 @@ def test_a_server_listens_to_the_network_only_where_its_address_is_named(start, 
         assert host(server) == ["0.0.0.0"] and server.url.startswith("http://127.0.0.1:")
     assert "the server listens at 0.0.0.0: whoever reaches port" in caplog.text
     for flags in (["--host", "0.0.0.0"], ["--host=::"]):
-        with pytest.raises(ValueError, match=r"vllm\.options: host: opens the server to the network"):
+        with pytest.raises(
+            ValueError, match=r"vllm\.options: host: opens the server to the network"
+        ):
             start(flags=flags)
     with pytest.raises(ValueError, match=r"vllm\.options: api_key: all users of the machine see"):
         start(flags=["--api-key", "secret"])
@@ -222,7 +244,9 @@ def test_each_request_needs_the_key_whatever_its_route(monkeypatch):
 
 def test_a_server_without_a_key_in_its_environment_does_not_start_open(monkeypatch):
     for key in (None, ""):
-        monkeypatch.delenv("VLLM_API_KEY", raising=False) if key is None else monkeypatch.setenv("VLLM_API_KEY", key)
+        monkeypatch.delenv("VLLM_API_KEY", raising=False) if key is None else monkeypatch.setenv(
+            "VLLM_API_KEY", key
+        )
         with pytest.raises(ValueError, match="there is none in its environment"):
             RequireKey(None)
 
@@ -255,7 +279,9 @@ def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, mon
     for name in (*ranks, "CUDA_VISIBLE_DEVICES", "RANKING"):
         monkeypatch.setenv(name, "1")
     given = {"MASTER_PORT": "7"}
-    with ServerProcess("m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given) as server:
+    with ServerProcess(
+        "m", python=python, log=tmp_path / "log.txt", dtype="float32", environment=given
+    ) as server:
         there = psutil.Process(server.pid).environ()
     assert {name: there[name] for name in ranks if name in there} == given
     assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"
@@ -264,15 +290,23 @@ def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, mon
 def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(tmp_path):
     assert [max_lora_rank({"r": rank}) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
     assert max_lora_rank({"r": 4, "rank_pattern": {"q_proj": 9}}) == 16
-    with pytest.raises(ValueError, match=r"lora\.r: vLLM takes adapters up to rank 512, got 513; lower lora\.r, or"):
+    with pytest.raises(
+        ValueError, match=r"lora\.r: vLLM takes adapters up to rank 512, got 513; lower lora\.r, or"
+    ):
         Adapters(tmp_path, LoraConfig(r=513))
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"use_dora": True}, r"lora\.use_dora: vLLM can't load adapters with use_dora=True; leave it out, or"),
-        ({"modules_to_save": ["lm_head"]}, r"lora\.modules_to_save: .* with modules_to_save=\['lm_head'\]"),
+        (
+            {"use_dora": True},
+            r"lora\.use_dora: vLLM can't load adapters with use_dora=True; leave it out, or",
+        ),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"lora\.modules_to_save: .* with modules_to_save=\['lm_head'\]",
+        ),
     ],
 )
 def test_an_adapter_that_vllm_cannot_load_is_refused(fields, says, tmp_path):

@@ -1,4 +1,6 @@
-"""A server that lies: each lie ends in an error that names the server, in time, and in little memory."""
+"""A server that lies: each lie ends in an error that names the server, in time, and in little
+memory.
+"""
 
 import asyncio
 import gzip
@@ -63,7 +65,9 @@ def raw(content):
 
 def gzip_bomb(body):
     bomb = gzip.compress(bytes(1 << 26)) * 16  # 1 GB
-    return None, lambda connection: connection.sendall(HEAD + b"Content-Encoding: gzip\r\n\r\n" + bomb)
+    return None, lambda connection: connection.sendall(
+        HEAD + b"Content-Encoding: gzip\r\n\r\n" + bomb
+    )
 
 
 def text(answer, status=200):
@@ -80,14 +84,24 @@ def completion(tokens=(1, 2, 3), **changes):
 
 
 def logprobs(*values):
-    return completion(logprobs={"content": [{"token_id": t, "logprob": p} for t, p in zip((1, 2, 3), values)]})  # noqa: B905
+    return completion(
+        logprobs={
+            "content": [
+                {"token_id": t, "logprob": p} for t, p in zip((1, 2, 3), values, strict=False)
+            ]
+        }
+    )
 
 
 def labeled(*spans):
-    """A completion whose tokens are from these versions: functions of the label that was published last."""
+    """A completion whose tokens are from these versions: functions of the label that was published
+    last.
+    """
 
     def lie(body, label):
-        versions = [{"version": make(label), "start": start, "end": end} for make, start, end in spans]
+        versions = [
+            {"version": make(label), "start": start, "end": end} for make, start, end in spans
+        ]
         return 200, {"choices": [choice([1, 2, 3], label, weight_versions=versions)]}
 
     return lie
@@ -102,7 +116,10 @@ COMPLETIONS = {
     "a log-prob of NaN": (logprobs(-1.0, float("nan"), -1.0), "look for NaN"),
     "a log-prob of infinity": (logprobs(-1.0, float("inf"), -1.0), "between -150 and 0, got inf"),
     "a positive log-prob": (logprobs(-1.0, 0.5, -1.0), "between -150 and 0, got 0.5"),
-    "a log-prob that nothing drawn has": (logprobs(-1.0, -5000.0, -1.0), "between -150 and 0, got -5000"),
+    "a log-prob that nothing drawn has": (
+        logprobs(-1.0, -5000.0, -1.0),
+        "between -150 and 0, got -5000",
+    ),
     "a log-prob that is text": (logprobs(-1.0, "-1", -1.0), "log-prob: wanted float, got '-1'"),
     "a log-prob that is a boolean": (logprobs(-1.0, False, -1.0), "log-prob: wanted float"),
     "a log-prob that is null": (logprobs(-1.0, None, -1.0), "log-prob: wanted float"),
@@ -115,13 +132,19 @@ COMPLETIONS = {
     ),
     "a negative token": (completion((1, -1, 3)), "completion token -1 is outside the vocabulary"),
     "a token of 71 bits": (completion((1, 1 << 70, 3)), "outside the vocabulary"),
-    "a token of 5,000 digits": (text('{"choices": [{"token_ids": [' + "9" * 5000 + "]}]}"), "is not understood"),
+    "a token of 5,000 digits": (
+        text('{"choices": [{"token_ids": [' + "9" * 5000 + "]}]}"),
+        "is not understood",
+    ),
     "a token with a fraction": (completion((1, 1.5, 3)), "token: wanted int, got '1.5'"),
     "a token that is text": (completion((1, "2", 3)), "token: wanted int, got '2'"),
     "a token that is a boolean": (completion((1, True, 3)), "token: wanted int, got 'True'"),
     "tokens that are text": (completion(token_ids="123"), "token_ids: wanted list"),
     "more tokens than asked for": (completion((1,) * 9), "asked for at most 3 tokens, got 9"),
-    "the prompt before the completion": (completion((5, 6, 1, 2, 3)), "asked for at most 3 tokens, got 5"),
+    "the prompt before the completion": (
+        completion((5, 6, 1, 2, 3)),
+        "asked for at most 3 tokens, got 5",
+    ),
     "an unknown end": (completion(finish_reason="mystery"), "is not understood"),
     "an end that is a list": (completion(finish_reason=["stop"]), "is not understood"),
     "no end": (completion(finish_reason=None), "is not understood"),
@@ -134,12 +157,21 @@ COMPLETIONS = {
     "a page": (text("<html>"), "is not understood"),
     "half an answer": (text('{"choices": [{"token_ids": [1, 2'), "is not understood"),
     "null": (text("null"), "is not understood"),
-    "bytes that are no text": (raw(HEAD + b"Content-Length: 4\r\n\r\n\xff\xfe\x00\xd8"), "is not understood"),
+    "bytes that are no text": (
+        raw(HEAD + b"Content-Length: 4\r\n\r\n\xff\xfe\x00\xd8"),
+        "is not understood",
+    ),
     "brackets within brackets": (text("[" * 200_000), "is not understood"),
     "closed brackets within brackets": (text("[" * 900 + "]" * 900), "is not understood"),
     "weights of another run": (labeled((lambda label: "1@other", 0, 3)), "from weights '1@other'"),
-    "weights to come": (labeled((lambda label: "7" + label[1:], 0, 3)), "from version 7; the newest one is 1"),
-    "weights of no number": (labeled((lambda label: "²" + label[1:], 0, 3)), "not from published ones"),
+    "weights to come": (
+        labeled((lambda label: "7" + label[1:], 0, 3)),
+        "from version 7; the newest one is 1",
+    ),
+    "weights of no number": (
+        labeled((lambda label: "²" + label[1:], 0, 3)),
+        "not from published ones",
+    ),
     "weights that are a number": (labeled((lambda label: 1, 0, 3)), "version: wanted str"),
     "spans that overlap": (labeled((same, 0, 2), (same, 1, 3)), "is not said"),
     "a span that ends in true": (labeled((same, 0, True), (same, 1, 3)), "end: wanted int"),
@@ -148,7 +180,10 @@ COMPLETIONS = {
         raw(b"HTTP/1.1 302 Found\r\nLocation: http://a/\r\nContent-Length: 0\r\n\r\n"),
         "redirects to http://a/",
     ),
-    "a refusal": (lambda body: error(401, "who are you"), "answered 401: who are you; set vllm.api_key"),
+    "a refusal": (
+        lambda body: error(401, "who are you"),
+        "answered 401: who are you; set vllm.api_key",
+    ),
     "a refusal without words": (text({"error": [[["x"]]]}, 413), "answered 413"),
     "a failure": (lambda body: error(500, "cursed"), "answered 500: cursed"),
     "silence": (lambda body: (None, 60), "no answer in"),
@@ -157,7 +192,10 @@ COMPLETIONS = {
     "an answer without an end": (endless(b"[" * (1 << 20)), "more than 8 MiB"),
     "a header without an end": (endless(b"X: y\r\n" * 1000, HEAD), "can't be reached, or died"),
     "a compressed answer": (gzip_bomb, "is compressed"),
-    "an answer broken off": (raw(HEAD + b"Content-Length: 100\r\n\r\n{"), "can't be reached, or died"),
+    "an answer broken off": (
+        raw(HEAD + b"Content-Length: 100\r\n\r\n{"),
+        "can't be reached, or died",
+    ),
     "a line that is no HTTP": (raw(b"hello\r\n\r\n"), "can't be reached, or died"),
 }
 
@@ -204,7 +242,12 @@ def try_all(fake, model, directory):
         await source.publish([("a", torch.ones(2))], 1)
         return await source.sample(Request(0, [5, 6], [0], SamplingParams(3, stop=(STOP,)), key=1))
 
-    options = {"config": model.config, "tokenizer": model.tokenizer, "updates": Files(directory), "dtype": "float32"}
+    options = {
+        "config": model.config,
+        "tokenizer": model.tokenizer,
+        "updates": Files(directory),
+        "dtype": "float32",
+    }
     source = VLLMServer(fake.url, timeout=PATIENCE / 2, patience=PATIENCE, **options)
     try:
         (sample,) = asyncio.run(run(source))
@@ -277,7 +320,16 @@ SLOW = {
     "an answer without an end": endless(b"[" * (1 << 20)),
     "a redirect": COMPLETIONS["a redirect"][0],
 }
-ASKED = ["/health", "/version", "/server_info", "/weight_info", "/is_paused", "/v1/models", "/tokenize", "/pause"]
+ASKED = [
+    "/health",
+    "/version",
+    "/server_info",
+    "/weight_info",
+    "/is_paused",
+    "/v1/models",
+    "/tokenize",
+    "/pause",
+]
 ASKED += ["/init_weight_transfer_engine", "/update_weights", "/finish_weight_update", "/resume"]
 
 
@@ -290,32 +342,49 @@ def test_a_server_that_drips_its_health_or_its_version_is_given_up(fake, model, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ASKED)
-def test_no_route_of_a_server_holds_a_run_up_for_longer_than_its_patience(path, fake, model, tmp_path):
+def test_no_route_of_a_server_holds_a_run_up_for_longer_than_its_patience(
+    path, fake, model, tmp_path
+):
     for lie in SLOW.values():
         fake.odd = {path: lie}
         with bounded(), pytest.raises(SourceError):
             try_all(fake, model, tmp_path)
 
 
-def test_answers_that_each_come_in_time_do_not_take_longer_than_the_patience_in_all(fake, model, tmp_path):
+def test_answers_that_each_come_in_time_do_not_take_longer_than_the_patience_in_all(
+    fake, model, tmp_path
+):
     def late(usual):
         return lambda body: (time.sleep(1.2), usual(body))[1]
 
     for path in ASKED[:7]:
         fake.odd[path] = late(getattr(fake, "do" + path.replace("/", "_")))
-    with bounded(), pytest.raises(SourceError, match=r"did not start, and answer what it was asked, in 3 s"):
+    with (
+        bounded(),
+        pytest.raises(SourceError, match=r"did not start, and answer what it was asked, in 3 s"),
+    ):
         try_all(fake, model, tmp_path)
 
 
-@pytest.mark.parametrize("name", [slow(n) if i % 9 == 0 else exhaustive(n) for i, n in enumerate(COMPLETIONS)])
+@pytest.mark.parametrize(
+    "name", [slow(n) if i % 9 == 0 else exhaustive(n) for i, n in enumerate(COMPLETIONS)]
+)
 def test_a_run_ends_with_the_lie_and_without_a_traceback(name, fake, tmp_path, capfd):
     """About 90 s of processor time for all of them."""
     tell(fake, COMPLETIONS[name][0])
-    fields = {**prepare(tmp_path), "source": "vllm", "max_tokens": 3, "steps": 1, "output": str(tmp_path / "run")}
+    fields = {
+        **prepare(tmp_path),
+        "source": "vllm",
+        "max_tokens": 3,
+        "steps": 1,
+        "output": str(tmp_path / "run"),
+    }
     fields["vllm"] = {"url": fake.url, "patience": PATIENCE, "timeout": PATIENCE / 2, "attempts": 2}
     settings = Path(tmp_path / "settings.yaml")
     settings.write_text(json.dumps(fields))
-    assert main(["grpo", "--config", str(settings)]) == 1, "an error without a message would be raised here"
+    assert main(["grpo", "--config", str(settings)]) == 1, (
+        "an error without a message would be raised here"
+    )
     printed = capfd.readouterr().err
     assert "Traceback" not in printed
     last = printed.rstrip().splitlines()[-1]

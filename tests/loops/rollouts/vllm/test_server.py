@@ -1,4 +1,6 @@
-"""A real vLLM server on the CPU: the contract of every source, and what is particular to a server that dies."""
+"""A real vLLM server on the CPU: the contract of every source, and what is particular to a server
+that dies.
+"""
 
 import asyncio
 import json
@@ -28,7 +30,17 @@ from online import Killed, lines, prepare, stored, under_torchrun
 from peft import LoraConfig
 from rl_loop import train
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from vllm_servers import CONTEXT, ENVIRONMENT, FORKING, TOLERANCE, VOCABULARY, connect, furthest, start, vllm_python
+from vllm_servers import (
+    CONTEXT,
+    ENVIRONMENT,
+    FORKING,
+    TOLERANCE,
+    VOCABULARY,
+    connect,
+    furthest,
+    start,
+    vllm_python,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -71,8 +83,11 @@ class TestServer(Conformance):
 
 
 async def half_way(source, request, server, seconds):
-    """Stop the server in the middle of a request that took it so many seconds; returns what waits for the answer."""
-    for attempt in range(20):  # the first request warms the server up, so the next ones may take much less
+    """Stop the server in the middle of a request that took it so many seconds; returns what waits
+    for the answer.
+    """
+    # the first request warms the server up, so the next ones may take much less
+    for attempt in range(20):
         under_way = asyncio.create_task(source.sample(request))
         await asyncio.sleep(seconds / 2 * 0.7**attempt)
         os.killpg(server.pid, signal.SIGSTOP)
@@ -83,7 +98,9 @@ async def half_way(source, request, server, seconds):
     pytest.fail("the server was never stopped in time")
 
 
-def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_same_tokens(server, directory):
+def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_same_tokens(
+    server, directory
+):
     request = Request(5, [5, 6, 7], range(4), SamplingParams(400), key=3)
 
     async def run():
@@ -95,7 +112,9 @@ def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_
         os.killpg(server.pid, signal.SIGKILL)
         with pytest.raises(SourceLost):
             await under_way
-        assert await source.version() is None, "it is revived, with the weights that it was started with"
+        assert await source.version() is None, (
+            "it is revived, with the weights that it was started with"
+        )
         with pytest.raises(SourceLost, match="not from published ones"):
             await source.sample(request)
         await source.publish(weights(3).items(), 3)
@@ -107,13 +126,16 @@ def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_
     asyncio.run(run())
 
 
-def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(server, directory, monkeypatch):
+def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(
+    server, directory, monkeypatch
+):
     monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # a file for each tensor
 
     def dying():
         for count, item in enumerate(weights(6).items()):
             if count == 8:
-                raise Killed  # which a task hands on; an interrupt it would throw into the event loop
+                # which a task hands on; an interrupt it would throw into the event loop
+                raise Killed
             yield item
 
     async def run():
@@ -132,7 +154,9 @@ def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(server,
 
 
 def test_bfloat16_weights_and_those_of_a_deeper_model(server, directory):
-    """What is published is cast; a server that has more layers than the trainer would keep some of them."""
+    """What is published is cast; a server that has more layers than the trainer would keep some of
+    them.
+    """
 
     async def run():
         source = connect(server, Files(directory / "files"), directory / "model")
@@ -159,11 +183,17 @@ def test_bfloat16_weights_and_those_of_a_deeper_model(server, directory):
 
 
 def test_a_loop_without_a_recipe_samples_from_what_was_published_last(server, directory):
-    metrics, _ = train(directory / "model", lambda policy, tokenizer: VLLMServer(server.url, key=server.key), steps=2)
+    metrics, _ = train(
+        directory / "model",
+        lambda policy, tokenizer: VLLMServer(server.url, key=server.key),
+        steps=2,
+    )
     first, second = (step["samples"] for step in metrics)
     model = AutoModelForCausalLM.from_pretrained(directory / "model")
     assert furthest(first, model) < TOLERANCE < furthest(second, model)
-    assert [{span.version for sample in step for span in sample.spans} for step in (first, second)] == [{0}, {1}]
+    assert [
+        {span.version for sample in step for span in sample.spans} for step in (first, second)
+    ] == [{0}, {1}]
 
 
 def test_wrong_flags_of_a_real_server_are_named(server, directory):
@@ -171,32 +201,59 @@ def test_wrong_flags_of_a_real_server_are_named(server, directory):
         connect(server, Adapters(directory, LoraConfig()), directory / "model")
     with pytest.raises(SourceError, match=r"is version .*, but 9\.9 are known to work"):
         connect(server, Files(directory), directory / "model", versions=("9.9",))
-    config, tokenizer = (auto.from_pretrained(directory / "model") for auto in (AutoConfig, AutoTokenizer))
-    with pytest.raises(SourceError, match="the trainer in bfloat16; restart it with --dtype bfloat16"):
+    config, tokenizer = (
+        auto.from_pretrained(directory / "model") for auto in (AutoConfig, AutoTokenizer)
+    )
+    with pytest.raises(
+        SourceError, match="the trainer in bfloat16; restart it with --dtype bfloat16"
+    ):
         VLLMServer(
-            server.url, key=server.key, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="bfloat16"
+            server.url,
+            key=server.key,
+            config=config,
+            tokenizer=tokenizer,
+            updates=Files(directory),
+            dtype="bfloat16",
         )
     config.vocab_size = 300
     with pytest.raises(SourceError, match="smaller than the trainer's, of 300"):
         VLLMServer(
-            server.url, key=server.key, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32"
+            server.url,
+            key=server.key,
+            config=config,
+            tokenizer=tokenizer,
+            updates=Files(directory),
+            dtype="float32",
         )
     config.vocab_size = VOCABULARY
     tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
     with pytest.raises(SourceError, match="the tokenizer of"):
         VLLMServer(
-            server.url, key=server.key, config=config, tokenizer=tokenizer, updates=Files(directory), dtype="float32"
+            server.url,
+            key=server.key,
+            config=config,
+            tokenizer=tokenizer,
+            updates=Files(directory),
+            dtype="float32",
         )
 
 
 def test_no_route_of_a_real_server_answers_without_the_key(server):
-    """vLLM's own check leaves out the routes of weights, and one that calls methods in its workers."""
-    known = httpx2.get(f"{server.url}/openapi.json", headers={"Authorization": f"Bearer {server.key}"}).json()["paths"]
+    """vLLM's own check leaves out the routes of weights, and one that calls methods in its
+    workers.
+    """
+    known = httpx2.get(
+        f"{server.url}/openapi.json", headers={"Authorization": f"Bearer {server.key}"}
+    ).json()["paths"]
     routes = [(method, path) for path, methods in known.items() for method in methods]
-    assert {("post", "/update_weights"), ("post", "/collective_rpc"), ("get", "/health")} <= set(routes)
+    assert {("post", "/update_weights"), ("post", "/collective_rpc"), ("get", "/health")} <= set(
+        routes
+    )
     for method, path in [*routes, ("get", "/openapi.json"), ("get", "/docs")]:
         for headers in ({}, {"Authorization": "Bearer guess"}, {"Authorization": server.key}):
-            answer = httpx2.request(method, server.url + path, headers=headers, json={} if method == "post" else None)
+            answer = httpx2.request(
+                method, server.url + path, headers=headers, json={} if method == "post" else None
+            )
             assert answer.status_code == 401, (method, path, answer.text)
 
 
@@ -214,9 +271,17 @@ def test_a_run_on_two_ranks_starts_a_server_of_its_own(tmp_path):
     assert all(span[0] == sample["task"] // 4 for sample in samples for span in sample["spans"])
 
 
-def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(server, directory, tmp_path, caplog):
+def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(
+    server, directory, tmp_path, caplog
+):
     """About 80 s of processor time, nearly all of it vLLM's two starts."""
-    fields = {**prepare(tmp_path), "model": str(directory / "model"), "max_tokens": 24, "temperature": 0.7, "steps": 5}
+    fields = {
+        **prepare(tmp_path),
+        "model": str(directory / "model"),
+        "max_tokens": 24,
+        "temperature": 0.7,
+        "steps": 5,
+    }
     completed, kill, sample, publish = defaultdict(list), [], VLLMServer.sample, VLLMServers.publish
 
     async def sample_and_kill(self, request):
@@ -245,7 +310,9 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(ser
         vllm = VLLM(url=urls, api_key=server.key)
         open_grpo(GRPO(**fields, output=str(tmp_path / "run"), source="vllm", vllm=vllm)).train()
     for version in (0, 3, 4):
-        assert [len(completed[version, url]) for url in urls] == [8, 8], "each has two of the four groups"
+        assert [len(completed[version, url]) for url in urls] == [8, 8], (
+            "each has two of the four groups"
+        )
     for version in (1, 2):
         assert [len(completed[version, url]) for url in urls] == [16, 0]
     for (version, _), samples in completed.items():
@@ -253,13 +320,19 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(ser
     written = [(sample["task"], sample["index"]) for sample in stored(tmp_path / "run")]
     assert written == [(task, index) for task in range(5 * 4) for index in range(4)]
     assert all(line["sampling/logp_difference"] < TOLERANCE for line in lines(tmp_path / "run"))
-    (line,) = [record.getMessage() for record in caplog.records if "continue without it" in record.getMessage()]
+    (line,) = [
+        record.getMessage()
+        for record in caplog.records
+        if "continue without it" in record.getMessage()
+    ]
     assert other.url in line and "1 of 2 servers" in line
 
 
 @contextmanager
 def killed_after(steps, journal, server):
-    """Kill the server, with all that it is doing, after each of these steps of a run, and start it again."""
+    """Kill the server, with all that it is doing, after each of these steps of a run, and start it
+    again.
+    """
     rng, over = random.Random(1), threading.Event()
 
     def kill():
@@ -290,8 +363,12 @@ TRAINERS, ENGINES = (10, 3) if os.environ.get("BURNISH_MANY_KILLS") == "1" else 
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-def test_a_run_survives_kills_of_its_trainer_and_of_the_server(max_staleness, server, directory, tmp_path):
-    """At age 0 with the weights of a run that nobody disturbed; above, with each answer once and none too old."""
+def test_a_run_survives_kills_of_its_trainer_and_of_the_server(
+    max_staleness, server, directory, tmp_path
+):
+    """At age 0 with the weights of a run that nobody disturbed; above, with each answer once and
+    none too old.
+    """
     config = {
         **prepare(tmp_path),
         "model": str(directory / "model"),
