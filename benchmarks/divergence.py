@@ -87,7 +87,7 @@ def trl(
     return (divergence,)
 
 
-def liger(*tensors: Any, beta: float, accumulate: torch.dtype | None) -> tuple[Tensor]:
+def liger(*tensors: object, beta: float, accumulate: torch.dtype | None) -> tuple[Tensor]:
     """Only the mean over tokens; by default it adds up the gradient of the head in the dtype of the
     head.
     """

@@ -130,7 +130,7 @@ def recompiling(function: Compute) -> Compute:
     """
     compiled: list[Compute] = []
 
-    def compute(*arguments: Any, **settings: Any) -> tuple[Tensor, ...]:
+    def compute(*arguments: object, **settings: object) -> tuple[Tensor, ...]:
         if not compiled:
             compiled.append(torch.compile(function, dynamic=False))
         with torch._dynamo.config.patch(recompile_limit=1024):

@@ -40,7 +40,7 @@ class Worker:
         self._line: Any = None
 
     def call(
-        self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+        self, function: Callable[..., object], *arguments: object, seconds: float | None = None
     ) -> Any:
         """``function(*arguments)``.
 
@@ -61,7 +61,7 @@ class Worker:
             raise
 
     def prepare(
-        self, function: Callable[..., Any], *arguments: Any, seconds: float | None = None
+        self, function: Callable[..., object], *arguments: object, seconds: float | None = None
     ) -> Any:
         """A call in which no provider runs: if it is lost that is a `CallFailed`."""
         try:

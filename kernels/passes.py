@@ -8,7 +8,6 @@ between two of them is torch's too (softmax.py), or Triton's (triton_softmax.py)
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -339,7 +338,7 @@ def _logit(head: HeadFactors, target: Tensor, vocab: int, group: str | None) -> 
 
 
 def operator_schema(
-    arguments: type, results: int, *, mutates: Sequence[str] = (), **leading: Any
+    arguments: type, results: int, *, mutates: Sequence[str] = (), **leading: object
 ) -> str:
     """The schema of an operator that returns so many tensors.
 
@@ -382,7 +381,7 @@ def returned_shapes(inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> 
     )
 
 
-def no_second_derivative(ctx: Any, *_: Any) -> None:
+def no_second_derivative(ctx: object, *_: object) -> None:
     """The backward of a backward."""
     raise NotImplementedError(
         "kernels: this backend has no second derivative, use backend='reference', which has them all"

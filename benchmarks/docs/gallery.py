@@ -314,7 +314,7 @@ def _card(entry: Entry) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _unit(annotation: Any) -> str:
+def _unit(annotation: object) -> str:
     """The unit of a jaxtyping annotation is its first dimension; what has none is no unit of
     data.
     """

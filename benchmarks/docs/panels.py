@@ -95,11 +95,11 @@ def _x(x: Tensor) -> Tensor:
     return x
 
 
-def _margin(function: Callable[..., Any], **loss_kwargs: Any) -> Curve:
+def _margin(function: Callable[..., object], **loss_kwargs: object) -> Curve:
     return curve(function, chosen=_x, beta=1.0, **loss_kwargs)
 
 
-def _each_side(function: Callable[..., Any], other: float = 0.0) -> dict[str, Curve]:
+def _each_side(function: Callable[..., object], other: float = 0.0) -> dict[str, Curve]:
     at = f"{other:g}".replace("-", "−")
     return {
         f"along a, b = {at}": curve(function, chosen=_x, rejected=other, beta=1.0),
@@ -108,7 +108,7 @@ def _each_side(function: Callable[..., Any], other: float = 0.0) -> dict[str, Cu
 
 
 def _each_label(
-    function: Callable[..., Any], symbol: str = "", **reference: float
+    function: Callable[..., object], symbol: str = "", **reference: float
 ) -> dict[str, Curve]:
     at = "".join(f", {symbol} = {value:g}" for value in reference.values())
     return {
@@ -117,7 +117,7 @@ def _each_label(
     }
 
 
-def _each_sign(function: Callable[..., Any], **arguments: Any) -> dict[str, Curve]:
+def _each_sign(function: Callable[..., object], **arguments: object) -> dict[str, Curve]:
     signs = {"A = +1": 1.0, "A = −1": -1.0}
     return {
         name: curve(function, **{"logp": _x, "advantage": sign, **arguments})
@@ -140,7 +140,7 @@ def _teacher(logit: Tensor) -> Tensor:
     return torch.tensor([0.2, 0.8], dtype=logit.dtype).log().expand(len(logit), 2)
 
 
-def _divergence(function: Callable[..., Any], **loss_kwargs: Any) -> Curve:
+def _divergence(function: Callable[..., object], **loss_kwargs: object) -> Curve:
     return curve(function, logp=_of_two_tokens, teacher_logp=_teacher, **loss_kwargs)
 
 

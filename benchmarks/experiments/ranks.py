@@ -23,7 +23,7 @@ import torch
 from ..report import machine, say
 
 
-def cost(work: Callable[[], Any]) -> tuple[Any, float, float]:
+def cost(work: Callable[[], object]) -> tuple[Any, float, float]:
     """The result, seconds, and MB at the peak of memory that was allocated meanwhile."""
     began = time.process_time()
     result = work()

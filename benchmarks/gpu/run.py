@@ -331,7 +331,7 @@ def grid(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     ]
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return "" if value is None else str(value)

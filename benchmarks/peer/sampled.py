@@ -100,7 +100,7 @@ def gradient_kept(path: Path) -> Iterator[None]:
     sides' groups.
     """
 
-    def keep(optimizer: Optimizer, *step: Any) -> None:
+    def keep(optimizer: Optimizer, *step: object) -> None:
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"]
         ]

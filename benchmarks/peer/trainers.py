@@ -369,7 +369,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     picture.savefig(path, dpi=120)
 
 
-def in_own_process(recipe: str, provider: str, *arguments: Any) -> dict[str, Any]:
+def in_own_process(recipe: str, provider: str, *arguments: object) -> dict[str, Any]:
     """`run_provider`, in another process."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     with closing(Worker()) as worker:
@@ -455,7 +455,7 @@ def train_burnish(
     steps: int,
     learning_rate: float = 1e-6,
     recipe: str = "dpo",
-    **fields: Any,
+    **fields: object,
 ) -> list[dict[str, Any]]:
     """Metrics of each step."""
     chosen = RECIPES[recipe]
@@ -483,8 +483,8 @@ def train_trl(
     steps: int,
     learning_rate: float = 1e-6,
     recipe: str = "dpo",
-    rollout: Callable[..., Any] | None = None,
-    **fields: Any,
+    rollout: Callable[..., object] | None = None,
+    **fields: object,
 ) -> list[dict[str, Any]]:
     """Metrics of each step of the peer's trainer, with its defaults where nothing is said.
 

@@ -33,7 +33,7 @@ def make_rows(logp: Tensor, mask: Tensor | None = None) -> Rows:
     return Rows(logp, mask, torch.zeros_like(logp), ids, torch.cat([ids[:, :1], mask.long()], 1))
 
 
-def fake_trainer(device: torch.device | str = "cpu", **settings: Any) -> SimpleNamespace:
+def fake_trainer(device: torch.device | str = "cpu", **settings: object) -> SimpleNamespace:
     """The attributes that TRL's losses read, on one rank; metrics are in ``_metrics["train"]``."""
     accelerator = SimpleNamespace(
         device=device,
@@ -71,7 +71,7 @@ def _model_and_inputs(rows: Rows, **outputs: Tensor) -> tuple[Any, dict[str, Any
 
 
 def dpo_loss(
-    rows: Rows, ref: Tensor, log_sum_squares: Tensor | None = None, **settings: Any
+    rows: Rows, ref: Tensor, log_sum_squares: Tensor | None = None, **settings: object
 ) -> Tensor:
     """DPOTrainer's loss.
 
@@ -104,7 +104,7 @@ def kto_loss(
     ref: Tensor,
     desirable: Tensor,
     mismatched: Sequence[Tensor] | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> LossAndMetrics:
     """KTOTrainer's loss and metrics.
 

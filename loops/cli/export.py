@@ -162,7 +162,7 @@ def _best_step(directory: Path, settings: Mapping[str, Any], steps: Sequence[int
             f"{directory}: no checkpoint is the best, as the run had no keep_best; {_there(directory)}"
         )
     measured = [entry for entry in entries(directory / "metrics.jsonl") if entry["step"] in steps]
-    values: dict[int, float] = {entry["step"]: to_lower(keep_best, entry) for entry in measured}
+    values = {int(entry["step"]): to_lower(keep_best, entry) for entry in measured}
     finite = {step: value for step, value in values.items() if value < math.inf}  # nan is left out
     if not finite:
         raise ValueError(

@@ -9,7 +9,6 @@ assistant's completion alone.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ...data.chat import Encoder
 from ...data.columns import BadRow, Message, common_prefix
@@ -30,7 +29,7 @@ class ChatTurns:
             more follows.
     """
 
-    def __init__(self, encoder: Encoder, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, encoder: Encoder, options: Mapping[str, object] | None = None) -> None:
         self.encoder = encoder
         self.options = options or {}
         self._opening = self.prompt([_OPENING])

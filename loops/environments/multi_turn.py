@@ -58,7 +58,7 @@ class Step(NamedTuple):
     counts: Mapping[str, float] = {}
 
 
-async def close(environment: Any) -> None:
+async def close(environment: object) -> None:
     """Close an environment, if it has a function for that, plain or async."""
     function = getattr(environment, "close", None)
     if callable(function):
@@ -187,7 +187,7 @@ class MultiTurnSource:
         return "" if opening is None else opening
 
     async def _conversation(
-        self, environment: "TrackedEnvironment", opening: Any, request: Request, index: int
+        self, environment: "TrackedEnvironment", opening: object, request: Request, index: int
     ) -> Sample:
         prompt, limit = self._open(opening, request)
         info: dict[str, Any] = dict(zip(_NAMES, ([], [], 0, None), strict=True))
@@ -363,7 +363,7 @@ class TrackedEnvironment:
     A plain function that timed out continues in a thread.
     """
 
-    def __init__(self, environment: Any) -> None:
+    def __init__(self, environment: object) -> None:
         self.environment = environment
         self.latest: Future[None] = Future()  # call of a plain function
 
@@ -380,7 +380,7 @@ class TrackedEnvironment:
                 return name
         return None
 
-    async def call(self, name: str, *arguments: Any) -> Any:
+    async def call(self, name: str, *arguments: object) -> Any:
         function = getattr(self.environment, name)
         if is_async(function):
             return await call(function, *arguments)
@@ -426,7 +426,7 @@ def _add_observation(sample: Sample, messages: Sequence[Message], tokens: Sequen
     sample.info["messages"] += messages
 
 
-def refuse_failing(source: Any, samples: Sequence[Sample]) -> None:
+def refuse_failing(source: object, samples: Sequence[Sample]) -> None:
     """Raise ValueError, with the first failure, if an environment failed in all conversations of
     the first rollout.
     """
@@ -460,7 +460,7 @@ def _total(rewards: Sequence[float | str | None]) -> float | str | None:
     return sum(numbers) if numbers else None
 
 
-def _observed(observation: Any, what: str) -> Any:
+def _observed(observation: object, what: str) -> Any:
     """A text, a list of messages, or a list of token ids, whatever array or sequence it came in.
 
     Raises:

@@ -54,7 +54,7 @@ def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable
     return make
 
 
-def _look_at(name: str, found: Any) -> None:
+def _look_at(name: str, found: object) -> None:
     """Check that the object a configuration names makes environments, before it is called.
 
     Raises:
@@ -81,7 +81,7 @@ def _annotated(function: Any) -> Any:
     return None if annotation is inspect.Signature.empty else annotation
 
 
-def _check_parts(name: str, environment: Any) -> None:
+def _check_parts(name: str, environment: object) -> None:
     for part in ("reset", "step"):
         if not callable(getattr(environment, part, None)):
             raise ValueError(
@@ -103,9 +103,9 @@ def _tool(name: str) -> Any:
 
 
 def turns_for(
-    make: Callable[[], Any],
+    make: Callable[[], object],
     tokenizer: PreTrainedTokenizerBase,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
 ) -> ChatTurns:
     """The turns of these environments' conversations, with their tools described to the template if
     they have some.

@@ -144,7 +144,7 @@ def _bare_json_calls(text: str) -> list[ParsedCall]:
     return [parse_arguments(request["name"], request[key]) for request in requests]
 
 
-def parse_arguments(name: str, arguments: Any) -> ParsedCall:
+def parse_arguments(name: str, arguments: object) -> ParsedCall:
     """Arguments by name, or the JSON of them."""
     if isinstance(arguments, str):
         try:

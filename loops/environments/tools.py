@@ -45,7 +45,7 @@ class Tools:
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]],
+        tools: Sequence[Callable[..., object]],
         *,
         seconds: float = 10.0,
         longest: int = 4000,

@@ -86,10 +86,10 @@ def add_noise(model: PreTrainedModel, alpha: float) -> None:
     # of the rows under way, which the embedding itself is not given
     position_ids: list[Tensor] = []
 
-    def remember(module: nn.Module, args: Any, kwargs: dict[str, Tensor]) -> None:
+    def remember(module: nn.Module, args: object, kwargs: dict[str, Tensor]) -> None:
         position_ids[:] = [kwargs["position_ids"]]
 
-    def noisy(module: nn.Module, args: Any, embedded: Tensor) -> Tensor | None:
+    def noisy(module: nn.Module, args: object, embedded: Tensor) -> Tensor | None:
         if not (module.training and torch.is_grad_enabled() and position_ids):
             return None
         bound = alpha / (sequence_lengths(position_ids[0]) * embedded.shape[-1]).sqrt()

@@ -37,7 +37,7 @@ _SET_BY_RECIPE = {"task_type", "peft_type", "auto_mapping", "peft_version", "bas
                   "inference_mode"}  # fmt: skip
 
 
-def settings_of_peft(config: Any) -> Lora:
+def settings_of_peft(config: object) -> Lora:
     """A LoraConfig of peft's as settings of ours; fields that ours don't have are its ``kwargs``.
 
     Raises:

@@ -100,7 +100,7 @@ def _compute_columns(plain: Any, layers_path: str, columns: Columns) -> None:
     def slice_states(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (columns.slice(args[0]), *args[1:])
 
-    def slice_angles(rotary: nn.Module, args: Any, angles: Any) -> Any:
+    def slice_angles(rotary: nn.Module, args: object, angles: object) -> Any:
         return tree_map_only(Tensor, columns.slice, angles)
 
     layers[0].register_forward_pre_hook(slice_states)

@@ -3,28 +3,28 @@ trained to end with.
 """
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 
-def end_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:
+def end_tokens(
+    config: GenerationConfig | PretrainedConfig | None, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[int, ...]:
     """Those of a generation configuration, and the tokenizer's, in order."""
     ids = {*ends_of(config), getattr(tokenizer, "eos_token_id", None)}
     return tuple(sorted(token for token in ids if token is not None))
 
 
-def ends_of(config: Any) -> list[int]:
-    """The end tokens of a configuration, which has none, one, or a list of them; empty without a
-    configuration.
-    """
+def ends_of(config: GenerationConfig | PretrainedConfig | None) -> list[int]:
+    """The end tokens of a configuration, which has none, one, or a list; empty without one."""
     found = getattr(config, "eos_token_id", None)
     if found is None:
         return []
     return [found] if isinstance(found, int) else list(found)
 
 
-def extend(config: Any, tokens: Collection[int]) -> list[int]:
+def extend(config: GenerationConfig, tokens: Collection[int]) -> list[int]:
     """Add end tokens to a generation configuration, in place: wrappers of a model hold the same
     object. Returns those that it did not have."""
     known = ends_of(config)
@@ -34,7 +34,9 @@ def extend(config: Any, tokens: Collection[int]) -> list[int]:
     return added
 
 
-def add_end_tokens(model: nn.Module, tokens: Collection[int], tokenizer: Any) -> str:
+def add_end_tokens(
+    model: nn.Module, tokens: Collection[int], tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Add to the tokens that end the model's completions, which `save_model` writes to
     generation_config.json.
 
@@ -46,16 +48,20 @@ def add_end_tokens(model: nn.Module, tokens: Collection[int], tokenizer: Any) ->
         A line that names what was added; empty if there was nothing to add, or if the model
         generates no text.
     """
-    config: Any = getattr(model, "generation_config", None)
+    config: GenerationConfig | None = getattr(model, "generation_config", None)
     if config is None:
         return ""
     known = ends_of(config)
     added = extend(config, tokens)
     if not added:
         return ""
-    new, before = (", ".join(_named(token, tokenizer) for token in each) for each in (added, known))
-    return f"end tokens: {new} added to {before or 'none'} of generation_config.json, as completions end with it"
+    new = _listed(added, tokenizer)
+    before = _listed(known, tokenizer) or "none"
+    return (
+        f"end tokens: {new} added to {before} of generation_config.json, as completions end with it"
+    )
 
 
-def _named(token: int, tokenizer: Any) -> str:
-    return f"{tokenizer.decode([token])!r} ({token})"
+def _listed(tokens: Collection[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Tokens for a message: '<|im_end|>' (151645), '<|endoftext|>' (151643)"""
+    return ", ".join(f"{tokenizer.decode([token])!r} ({token})" for token in tokens)

@@ -145,9 +145,9 @@ def load_classifier(
 
 def load_model(
     config: Common,
-    auto: Any = transformers.AutoModelForCausalLM,
+    auto: object = transformers.AutoModelForCausalLM,
     task: str = "CAUSAL_LM",
-    **options: Any,
+    **options: object,
 ) -> nn.Module:
     """A model to train, in the configured precision, without randomness; quantized and with
     adapters if configured.
@@ -216,7 +216,7 @@ def _architecture(config: Common) -> transformers.PretrainedConfig:
         return found
 
 
-def _is_quantized(architecture: Any) -> bool:
+def _is_quantized(architecture: object) -> bool:
     """True if a model says so, or if its configuration holds how its files are quantized."""
     described = hasattr(architecture, "quantization_config")
     return bool(getattr(architecture, "is_quantized", described))

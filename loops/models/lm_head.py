@@ -57,7 +57,7 @@ class CannotFuse(Exception):
     """This head is not a linear map that the kernel knows."""
 
 
-def logit_transform(config: Any) -> LogitTransform:
+def logit_transform(config: object) -> LogitTransform:
     """Logit scale and soft cap of an architecture, from its Hugging Face config; `Policy` checks
     them on a probe.
     """
@@ -185,7 +185,7 @@ def _forward(
     kernel: _Kernel,
     original: Callable[..., Tensor],
     hidden: Tensor,
-    *args: Any,
+    *args: object,
     target: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     outputs: tuple[Extra, ...] = (),

@@ -120,7 +120,7 @@ def wrap_attention(wrapper: Function) -> None:
         attentions.get_interface = partial(_choose, wrapper, chosen_by)
 
 
-def _choose(wrapper: Function, choose: Function, *args: Any, **kwargs: Any) -> Function:
+def _choose(wrapper: Function, choose: Function, *args: object, **kwargs: object) -> Function:
     return partial(wrapper, choose(*args, **kwargs))
 
 
@@ -172,7 +172,7 @@ def _replace_tensors(module: nn.Module, function: Function, recurse: bool = True
 
 
 @contextmanager
-def _replaced(owner: type[Any], name: str, replacement: Any) -> Iterator[None]:
+def _replaced(owner: type[Any], name: str, replacement: object) -> Iterator[None]:
     """Context in which a class has another attribute of this name."""
     inherited = name not in vars(owner)
     original = None if inherited else vars(owner)[name]  # not by getattr, which binds a classmethod

@@ -139,7 +139,7 @@ def choose_layout(
     )
 
 
-def _layouts_to_try(config: Any) -> list[Layout]:
+def _layouts_to_try(config: object) -> list[Layout]:
     """The layouts that a probe can judge: windows and recurrences reach further than its few
     tokens.
 

@@ -33,7 +33,7 @@ def rotate_by_sequence(model: nn.Module) -> int | None:
     return min(limits, default=None)
 
 
-def _rope_types(module: Any) -> dict[str | None, str]:
+def _rope_types(module: object) -> dict[str | None, str]:
     """The kind of frequencies of a rotary embedding, by the type of layer; None where all layers
     have one kind.
     """
@@ -61,8 +61,8 @@ def _limit(module: Any, layer: str | None) -> int:
 
 
 def _forward(
-    module: Any,
-    original: Callable[..., Any],
+    module: object,
+    original: Callable[..., object],
     x: Tensor,
     position_ids: Tensor,
     layer_type: str | None = None,
@@ -91,7 +91,7 @@ def _forward(
 
 
 def _forget_last_batch(
-    module: Any, layer_type: str | None, limit: int, device: torch.device
+    module: object, layer_type: str | None, limit: int, device: torch.device
 ) -> None:
     """Reset what a dynamic embedding keeps of the longest sequence that it has seen."""
     prefix = "" if layer_type is None else f"{layer_type}_"

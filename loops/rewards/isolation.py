@@ -70,7 +70,7 @@ class isolated:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         *,
         processes: int = 1,
         memory: float = 2.0,
@@ -130,7 +130,7 @@ class isolated:
             raise RuntimeError(f"in its process:\n{refusal['error']}")
         self._idle.append((process, connection))
 
-    async def __call__(self, *arguments: Any) -> Any:
+    async def __call__(self, *arguments: object) -> Any:
         if not self._idle:
             await self.start()
         process, connection = self._idle.pop()
@@ -226,7 +226,7 @@ def _walls() -> list[str]:
     return [*command, "--chdir", "/tmp", "--"]
 
 
-def _ask(connection: Connection, arguments: tuple[Any, ...]) -> dict[str, Any]:
+def _ask(connection: Connection, arguments: tuple[object, ...]) -> dict[str, Any]:
     connection.send_bytes(pickle.dumps(arguments))
     return _receive(connection)
 
@@ -240,7 +240,7 @@ def _receive(connection: Connection) -> dict[str, Any]:
     return answer
 
 
-def _samples(arguments: tuple[Any, ...]) -> list[Sample]:
+def _samples(arguments: tuple[object, ...]) -> list[Sample]:
     """The samples among the arguments of a reward: its last one, or those in it."""
     last = arguments[-1] if arguments else None
     several = last if isinstance(last, list) else [last]
@@ -291,7 +291,7 @@ def serve(descriptor: int, memory: float, processor_seconds: float) -> None:
         connection.send_bytes(content)
 
 
-def _success(value: Any, samples: Sequence[Sample]) -> bytes:
+def _success(value: object, samples: Sequence[Sample]) -> bytes:
     infos = [plain(dict(sample.info), "sample.info") for sample in samples]
     return json.dumps(
         {"error": None, "value": plain(value, "the function's result"), "infos": infos}

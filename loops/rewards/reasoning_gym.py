@@ -38,7 +38,7 @@ class ReasoningGym:
 
 
 def reasoning_gym_rows(
-    task: str, count: int, *, seed: int, instruction: str = INSTRUCTION, **options: Any
+    task: str, count: int, *, seed: int, instruction: str = INSTRUCTION, **options: object
 ) -> list[dict[str, str | list[dict[str, str]]]]:
     """Questions of a task as rows: a prompt, the answer where there is one, and what the verifier
     needs.
@@ -89,7 +89,7 @@ def _gym(task: str) -> Any:
     return reasoning_gym
 
 
-def _encoded(value: Any) -> Any:
+def _encoded(value: object) -> Any:
     """The value in JSON with tuples and keys preserved: verifiers compare tuples and look up
     numbers, which JSON would turn into lists and texts."""
     if isinstance(value, tuple):

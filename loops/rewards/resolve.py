@@ -38,7 +38,7 @@ SHIPPED = {
 _ISOLATED = ("math", "cosine")  # sympy may take forever on a policy's expressions
 
 
-def resolve_rewards(spec: RewardMix, **given: Any) -> list[RewardFunction]:
+def resolve_rewards(spec: RewardMix, **given: object) -> list[RewardFunction]:
     """The functions that a configuration names.
 
     Settings of every reward are ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` and
@@ -132,7 +132,7 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     return function
 
 
-def _look_at(name: str, found: Any) -> None:
+def _look_at(name: str, found: object) -> None:
     """Check that what a configuration names can score completions, before it is built or called.
 
     Raises:

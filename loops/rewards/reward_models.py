@@ -176,7 +176,7 @@ def load_scorer(
     return scorer, model_tokenizer
 
 
-def _refuse_other_kind(who: str, config: Any) -> None:
+def _refuse_other_kind(who: str, config: object) -> None:
     """Both kinds may have heads of one name and shape: then `transformers` loads either as the
     other.
     """

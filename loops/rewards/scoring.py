@@ -123,7 +123,7 @@ class RewardFunction:
 
 
 def batched(
-    function: Callable[..., Any], over: Literal["group", "step"] = "step"
+    function: Callable[..., object], over: Literal["group", "step"] = "step"
 ) -> Callable[..., Any]:
     """Mark a function of several completions, all of a prompt or all of a call."""
     if over not in ("group", "step"):
@@ -131,7 +131,7 @@ def batched(
     return with_attributes(partial(function), function, over=over)
 
 
-def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
+def adapted(function: Callable[..., object]) -> Callable[..., Any]:
     """A reward function as one of ours: the names of its parameters tell whether it was written for
     TRL or for text.
 
@@ -204,7 +204,7 @@ def check_signature(name: str, signature: inspect.Signature) -> None:
 
 
 def with_attributes(
-    reward: Callable[..., Any], function: Callable[..., Any], **attributes: Any
+    reward: Callable[..., object], function: Callable[..., object], **attributes: object
 ) -> Callable[..., Any]:
     """A `functools.partial`, which can be pickled, with name and attributes of the function that it
     calls, and more.
@@ -218,7 +218,7 @@ def with_attributes(
     return reward
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., object]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -317,7 +317,7 @@ def refuse_silent(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
             )
 
 
-def returns_nothing(function: Any) -> bool:
+def returns_nothing(function: object) -> bool:
     """True if a Python function has no return statement with a value; false where that can't be
     read.
     """
@@ -361,7 +361,7 @@ def check_columns(
                 )
 
 
-def as_score(value: Any) -> float | str | None:
+def as_score(value: object) -> float | str | None:
     """The number that a reward function returned, or the kind of failure; None stays None."""
     if value is None:
         return None
@@ -412,14 +412,14 @@ async def _in_thread(function: Callable[[], T]) -> T:
         raise RuntimeError(f"the function raised {error!r}") from error
 
 
-def _full_name(function: Any) -> str:
+def _full_name(function: object) -> str:
     """The function's name, after the name of its class if it has one."""
     return str(getattr(function, "__qualname__", type(function).__qualname__)).rpartition(
         "<locals>."
     )[2]
 
 
-def _is_ours(function: Any) -> bool:
+def _is_ours(function: object) -> bool:
     """True for functions of this package, whose calls of a user's function are watched on their
     own.
     """
@@ -445,14 +445,18 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-def is_async(function: Any) -> bool:
+def is_async(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
         type(function).__call__
     )
 
 
 async def _call_by_names(
-    function: Callable[..., Any], names: Sequence[str], all_columns: bool, row: Row, sample: Sample
+    function: Callable[..., object],
+    names: Sequence[str],
+    all_columns: bool,
+    row: Row,
+    sample: Sample,
 ) -> Any:
     known = {**row, "row": row, "sample": sample, "completion": sample.text}
     passed = {*names, *row} if all_columns else names
@@ -460,12 +464,12 @@ async def _call_by_names(
 
 
 async def _call_trl(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     takes: Sequence[str] | None,
     rows: Sequence[Row],
     samples: Sequence[Sample],
 ) -> Any:
-    def log_extra(name: str, values: Sequence[Any]) -> None:
+    def log_extra(name: str, values: Sequence[object]) -> None:
         for sample, value in zip(samples, values, strict=True):
             sample.info[name] = plain(value, f"reward {name_of(function)}, which logs {name!r}")
 
@@ -599,7 +603,7 @@ def _isolate(reward: RewardFunction) -> None:
     )
 
 
-def _users(function: Any) -> Any:
+def _users(function: object) -> Any:
     """The user's own function, within the ones that `adapted` and `batched` make of it."""
     while isinstance(function, partial):
         ours = str(getattr(function.func, "__module__", "")).startswith(_PACKAGE)
@@ -628,7 +632,7 @@ async def _returned(function: Callable[..., Any], arguments: Any, single: bool) 
     return list(value)
 
 
-async def _entries(value: Any, enough: int) -> Any:
+async def _entries(value: object, enough: int) -> Any:
     """A generator's or an array's entries as a list, ``enough`` of a generator's at most; other
     values as they are.
     """
@@ -644,7 +648,7 @@ async def _entries(value: Any, enough: int) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """The beginning of a returned value as text; an error in its own ``__repr__`` ends nothing."""
     try:
         return f"{value!r:.200}"

@@ -48,7 +48,7 @@ class RewardTable:
 
 
 def score(
-    rewards: Sequence[RewardFunction | Callable[..., Any]],
+    rewards: Sequence[RewardFunction | Callable[..., object]],
     samples: Sequence[Sample],
     rows: Sequence[Row] | None = None,
 ) -> RewardTable:
@@ -93,7 +93,7 @@ def score(
 
 
 def _reward_functions(
-    rewards: Sequence[RewardFunction | Callable[..., Any]],
+    rewards: Sequence[RewardFunction | Callable[..., object]],
 ) -> list[RewardFunction]:
     """Each reward as a `RewardFunction`; ValueError if they are no list of functions."""
     if isinstance(rewards, Mapping):

@@ -208,7 +208,7 @@ class RolloutBuffer:
             [self.trained[i] for i in completions],
         )
 
-    def _refuse_other_rollouts(self, plan: Any) -> None:
+    def _refuse_other_rollouts(self, plan: object) -> None:
         """Raise ValueError if ranks plan other micro-batches, or hold other completions or scores,
         than each other.
         """

@@ -155,7 +155,7 @@ class RolloutFeed(StepFeed):
     def step_metrics(self) -> Mapping[str, float]:
         return {**self.metrics, **self.per_step()}
 
-    def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
+    def evaluate(self, measure: Measure, rows: object = None) -> Mapping[str, float]:
         """The rewards of completions for held-out prompts.
 
         Raises:

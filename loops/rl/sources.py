@@ -219,7 +219,7 @@ def open_updates(run: RunContext[Policy]) -> Files | Nccl | Adapters:
             return Adapters(directory, peft.peft_config["default"], loaded=config.max_staleness + 2)
 
 
-def flags_of(options: Mapping[str, Any]) -> list[str]:
+def flags_of(options: Mapping[str, object]) -> list[str]:
     """vLLM's command line: {max_model_len: 512, enforce_eager: true} is --max-model-len 512
     --enforce-eager.
     """

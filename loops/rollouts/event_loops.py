@@ -225,7 +225,7 @@ def refuse_abandoned() -> None:
         )
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     """The name of what a call runs, which may be wrapped in `functools.partial`."""
     while isinstance(function, partial):
         function = function.func

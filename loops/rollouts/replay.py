@@ -82,7 +82,7 @@ def _from_parquet(path: Path) -> Iterator[Any]:
 def open_sample_log(
     path: Path | None,
     show_every: int,
-    decode: Callable[[list[int]], Any] = str,
+    decode: Callable[[list[int]], object] = str,
     log_table: Callable[..., object] = lambda *table: None,
 ) -> Callable[[Sequence[Sample]], None]:
     """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of

@@ -140,7 +140,7 @@ class Sample:
         )
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Any:
     """The value with copies of its lists and dicts, at every depth; what they hold otherwise is the
     same.
     """
@@ -280,7 +280,7 @@ def from_record(record: dict[str, Any]) -> Sample:
     return Sample(**{**record, "spans": [VersionSpan(*span) for span in record["spans"]]})
 
 
-def plain(value: Any, who: str) -> Any:
+def plain(value: object, who: str) -> Any:
     """A value as JSON and checkpoints hold it: numbers and arrays of numpy and torch become
     Python's, tuples lists.
 

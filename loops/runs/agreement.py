@@ -55,7 +55,7 @@ def check_agreement(config: Common, accelerator: Accelerator) -> None:
         raise ValueError(difference(_of_all_ranks(own)))
 
 
-def _of_all_ranks(mine: Any) -> list[Any]:
+def _of_all_ranks(mine: object) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine, group=gloo_group("control"))
     return gathered
@@ -142,12 +142,12 @@ def _flat(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _kind_of_data(value: Any) -> Any:
+def _kind_of_data(value: object) -> Any:
     """What of the data is no path: that there is some, or how many rows are held out."""
     return value if value is None or isinstance(value, int | float) else "given"
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     """A value for a comparison, and for a message, in which nothing is shown that may be a
     secret.
     """

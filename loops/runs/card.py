@@ -230,7 +230,7 @@ def _measured(directory: Path, step: int) -> Iterator[str]:
         yield "![Metrics over the steps](curves.png)"
 
 
-def _held_out(line: Mapping[str, Any]) -> list[str]:
+def _held_out(line: Mapping[str, object]) -> list[str]:
     return [name for name in line if name.startswith("eval/")]
 
 

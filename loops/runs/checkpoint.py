@@ -326,7 +326,7 @@ def load_weights(
 
 
 def _restore(
-    path: Path, policy: nn.Module, parts: Mapping[str, Stateful], state: Mapping[str, Any]
+    path: Path, policy: nn.Module, parts: Mapping[str, Stateful], state: Mapping[str, object]
 ) -> None:
     """Fill the policy, and these parts, from a checkpoint whose state.pt was read. Every rank calls
     it.

@@ -260,8 +260,8 @@ class RunContext(Generic[Model]):
         feed: StepFeed | None = None,
         *,
         save: Callable[[], None] = lambda: None,
-        memory: Any = None,
-        **options: Any,
+        memory: object = None,
+        **options: object,
     ) -> Training:
         """Prepare to optimize, evaluate, save and report, from the newest checkpoint if the run is
         resumed.
@@ -320,12 +320,12 @@ class RunContext(Generic[Model]):
 def open_run(
     config: Common,
     encode: Callable[..., tuple[Dataset, Accounting]],
-    wrap: Callable[..., Any] | None = None,
+    wrap: Callable[..., object] | None = None,
     *,
     records: tuple[list[Records], list[Records]] | None = None,
     load_weights: Callable[[Common], nn.Module] | None = None,
     accelerator: Accelerator | None = None,
-    **options: Any,
+    **options: object,
 ) -> RunContext[Any]:
     """Open the run directory, encode the data, and load the model.
 

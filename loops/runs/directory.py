@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,36 +25,22 @@ from .ranks import barrier, from_main
 
 log = logging.getLogger(__name__)
 
-# What may differ when a run is resumed: none of it changes the steps that were already taken. A
-# checkpoint identifies its data by content, not by path; and a step is the same, but for rounding,
-# however its memory and ranks are used.
+# What may differ when a run is resumed: none of it changes the steps that were already taken.
 _FREE = {
-    "resume",
-    "output",
-    "data",
-    "eval_data",
-    "steps",
-    "epochs",
-    "eval_every",
-    "report_to",
-    "project",
-    "run_name",
+    # A checkpoint identifies its data by content, not by path.
+    *("resume", "output", "data", "eval_data", "dataset_num_proc"),
+    # How long the run is, and what it leaves behind.
+    *("steps", "epochs", "eval_every", "report_to", "project", "run_name"),
+    *("save_every", "save_minutes", "keep", "keep_best", "load_best_model_at_end"),
+    # A step is the same, but for rounding, however its memory and ranks are used.
+    *("vllm", "parallel", "micro_tokens", "gradient_checkpointing", "keep_bytes"),
+    *("backend", "layout", "attention", "hang_seconds"),
 }
-_FREE |= {
-    "save_every",
-    "save_minutes",
-    "keep",
-    "keep_best",
-    "load_best_model_at_end",
-    "dataset_num_proc",
-    "vllm",
-    "parallel",
-    "micro_tokens",
-}
-_FREE |= {"gradient_checkpointing", "keep_bytes", "backend", "layout", "attention", "hang_seconds"}
-_PLACES = {"model", "ref_model", "tokenizer"}
+_PLACES = {"model", "ref_model", "tokenizer"}  # which may have been moved since
 _SPARE = ".config.yaml"  # beside config.yaml, in case that is damaged
-_CHECKSUM = b"# sha256 of the lines above: "
+_CHECKSUM = (
+    b"# sha256 of the lines above: "  # the last line: a comment of YAML, and a digest in hex
+)
 
 
 @contextmanager
@@ -73,7 +59,8 @@ def lock_directory(config: Common, description: str, accelerator: Accelerator) -
         directory.mkdir(parents=True, exist_ok=True)
         held.enter_context(locked(directory))
         if not config.resume:
-            check_directory(config)
+            check_directory(config)  # once more: another run may have come first to the lock
+        # For the owner alone: a secret may hide where none is looked for.
         replace(directory / "config.yaml", signed(description), mode=0o600)
         replace(directory / _SPARE, signed(description), mode=0o600)
 
@@ -91,11 +78,11 @@ def check_directory(config: Common) -> None:
         ValueError: if it holds another run, or holds a run and ``config.resume`` is false.
     """
     path = Path(config.output or "") / "config.yaml"
-    saved, metrics = list(path.parent.glob("checkpoints/step-*")), path.with_name("metrics.jsonl")
+    saved = list(path.parent.glob("checkpoints/step-*"))
     if config.output is None or not (path.exists() or saved):
         return
     if not config.resume:
-        if not saved and _ended_before_first_step(metrics):
+        if not saved and _ended_before_first_step(path.with_name("metrics.jsonl")):
             return
         raise ValueError(
             f"output: {config.output} already holds a run; continue it (--resume true) or name another directory"
@@ -106,19 +93,25 @@ def check_directory(config: Common) -> None:
     before = _settings_before(path, config, now)
     if difference := _difference(before, now):
         key, value = difference
+        elsewhere = ""
+        if key in _PLACES:
+            elsewhere = "if it is the same one elsewhere, say so in config.yaml; "
         raise ValueError(
-            f"resume: {config.output} was run with {key}={value!r}, now it is {now[key]!r}; "
-            + ("if it is the same one elsewhere, say so in config.yaml; " if key in _PLACES else "")
-            + "set it back, or name another output directory"
+            f"resume: {config.output} was run with {key}={value!r}, now it is {now[key]!r}; {elsewhere}"
+            "set it back, or name another output directory"
         )
-    for key in now:
-        if (
-            key in ("steps", "epochs")
-            and before.get(key) != now[key]
-            and config.schedule != "constant"
-        ):
-            log.warning("resume: %s was %s, now it is %s: the learning rate continues as if it had always been so",
-                        key, before.get(key), now[key])  # fmt: skip
+    if config.schedule != "constant":
+        _warn_of_length(before, now)
+
+
+def _warn_of_length(before: Mapping[str, object], now: Mapping[str, object]) -> None:
+    """Log a warning where a run has another length than before, and so another schedule."""
+    for key in ("steps", "epochs"):
+        if before.get(key) != now[key]:
+            log.warning(
+                "resume: %s was %s, now it is %s: the learning rate continues as if it had always been so",
+                *(key, before.get(key), now[key]),
+            )
 
 
 def _ended_before_first_step(metrics: Path) -> bool:
@@ -130,13 +123,12 @@ def _ended_before_first_step(metrics: Path) -> bool:
     return False
 
 
-def _settings_before(path: Path, config: Common, now: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run was begun with, from its file, or from the spare one if that was
-    damaged.
+def _settings_before(path: Path, config: Common, now: Mapping[str, object]) -> dict[str, object]:
+    """The settings that a run was begun with, from its file or the spare copy of it.
 
-    A file that has not the checksum that it was written with was edited or damaged. If its spare
-    one agrees with the settings now, it does not matter which; if it agrees itself, as one does
-    that was edited to, it is believed.
+    A file without the checksum that it was written with was edited or damaged. If its spare copy
+    agrees with the settings now, it does not matter which; if the file itself agrees, as one that
+    was edited to agree does, it is believed.
 
     Raises:
         ValueError: if neither of the files can be read.
@@ -167,7 +159,7 @@ def _settings_before(path: Path, config: Common, now: Mapping[str, Any]) -> dict
 
 
 def settings_in(directory: Path) -> dict[str, Any]:
-    """The settings in the configuration of a run, or in its spare copy where that can't be read.
+    """The settings of a run, from its configuration or the spare copy of it.
 
     Raises:
         ValueError: if the directory holds no run.
@@ -184,7 +176,7 @@ def settings_in(directory: Path) -> dict[str, Any]:
     )
 
 
-def _read_settings(path: Path, config: Common) -> tuple[dict[str, Any] | None, bool]:
+def _read_settings(path: Path, config: Common) -> tuple[dict[str, object] | None, bool]:
     """The settings in a file, None if there are none, and whether the file is as it was written."""
     try:
         content = path.read_bytes()
@@ -194,14 +186,17 @@ def _read_settings(path: Path, config: Common) -> tuple[dict[str, Any] | None, b
     if not isinstance(settings, dict):
         return None, False
     for each in fields(config):  # an earlier version may have had fewer settings
-        default = _described(
-            each.default if each.default_factory is MISSING else each.default_factory()
-        )
+        default = _described(_default(each))
         value = settings.setdefault(each.name, default)
         if isinstance(value, dict) and isinstance(default, dict):
             settings[each.name] = {**default, **value}
     body, _, checksum = content.rpartition(_CHECKSUM)
-    return redacted(settings), checksum.strip() == hashlib.sha256(body).hexdigest().encode()
+    intact = checksum.strip() == hashlib.sha256(body).hexdigest().encode()
+    return redacted(settings), intact
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()
 
 
 def _has_checksum(path: Path) -> bool:
@@ -209,18 +204,19 @@ def _has_checksum(path: Path) -> bool:
 
 
 def signed(description: str) -> str:
-    """Settings with a checksum, which tells a file that was damaged or edited from other
-    settings.
-    """
+    """Settings with a checksum, which tells a damaged or edited file from other settings."""
     digest = hashlib.sha256(description.encode()).hexdigest()
     return f"{description}{_CHECKSUM.decode()}{digest}\n"
 
 
-def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any] | None:
+def _difference(
+    before: Mapping[str, object], now: Mapping[str, object]
+) -> tuple[str, object] | None:
     """The first setting that must not change and did, with its value before."""
-    changed = (key for key in now if key not in _FREE and before.get(key) != now[key])
-    key = next(changed, None)
-    return None if key is None else (key, before.get(key))
+    for key in now:
+        if key not in _FREE and before.get(key) != now[key]:
+            return key, before.get(key)
+    return None
 
 
 def to_yaml(config: Common) -> str:
@@ -230,27 +226,40 @@ def to_yaml(config: Common) -> str:
     return str(yaml.safe_dump(redacted(_described(config)), sort_keys=False, allow_unicode=True))
 
 
-def _described(value: Any, name: str = "") -> Any:
+def _described(value: object, name: str = "") -> Any:
+    """A value of the settings in texts, numbers, lists and mappings.
+
+    Args:
+        name: of the setting.
+    """
     if is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _described(getattr(value, field.name), field.name)
-            for field in fields(value)
-        }
-    if value is None or isinstance(value, str | int | float | os.PathLike):
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-    if name in ("data", "eval_data"):
-        mixture = isinstance(value, list) and all(
-            isinstance(part, str) or "path" in part for part in value
-        )
-        if not (mixture or isinstance(value, Mapping)):
-            return type(value).__name__
+        names = [field.name for field in fields(value)]
+        return {name: _described(getattr(value, name), name) for name in names}
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if name in ("data", "eval_data") and not _names_data(value):
+        return type(value).__name__  # rows: the checkpoints have their digest
     if isinstance(value, Mapping):
         return {_described(key): _described(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_described(each) for each in value]
+    return _name_of(value)
+
+
+def _names_data(value: object) -> bool:
+    """True for a mapping or a list that names data; false for rows, or an object that has them."""
+    if not isinstance(value, list):
+        return isinstance(value, Mapping)
+    return all(isinstance(part, str) or "path" in part for part in value)
+
+
+def _name_of(value: object) -> str:
+    """my_rewards:brief, my_games:Doubling or Qwen3ForCausalLM 3f1c77a90b2e4d58"""
     if isinstance(value, nn.Module):
         return f"{type(value).__name__} {weights_digest(value)[:16]}"
-    named = value if hasattr(value, "__qualname__") else type(value)
+    named: Any = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
 
 

@@ -64,7 +64,7 @@ class StepFeed:
         """Further metrics of the step that was taken."""
         return {}
 
-    def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
+    def evaluate(self, measure: Measure, rows: object = None) -> Mapping[str, float]:
         """Metrics of held-out data, or of these rows. Every rank calls it.
 
         Args:
@@ -160,7 +160,7 @@ class Feed(StepFeed):
         if self.memory is not None:
             self.memory.observe(metrics)
 
-    def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
+    def evaluate(self, measure: Measure, rows: object = None) -> Mapping[str, float]:
         if rows is not None:
             assert self.of_rows is not None  # given by `RunContext.train`
             return measure(self.of_rows(rows)(0))

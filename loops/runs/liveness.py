@@ -318,7 +318,7 @@ class Watch:
     def moved(self) -> None:
         self._since = time.monotonic()
 
-    def _tell_all(self, *message: Any) -> None:
+    def _tell_all(self, *message: object) -> None:
         for peer in self.peers.values():
             peer.queue(*message)
         self._wake_up()

@@ -58,7 +58,7 @@ class Peer:
         self.unsent: deque[bytes] = deque()  # any thread may append to it
         self._sending = self._unread = b""
 
-    def queue(self, *message: Any) -> None:
+    def queue(self, *message: object) -> None:
         self.unsent.append(json.dumps(message).encode() + b"\n")
 
     def flush(self) -> None:

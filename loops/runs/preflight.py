@@ -64,7 +64,7 @@ def _check_models(config: Any) -> None:
             as_setting_error(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
 
 
-def _check_data(config: Any) -> None:
+def _check_data(config: object) -> None:
     """Check that data files and directories exist; a name that may be one on the Hub is not looked
     up.
     """
@@ -81,7 +81,7 @@ def _check_data(config: Any) -> None:
             )
 
 
-def _check_results_of_earlier_runs(config: Any) -> None:
+def _check_results_of_earlier_runs(config: object) -> None:
     left = {
         "teacher.logprobs": "a run with top_k leaves one, teacher-....safetensors, in its directory",
         "value_head": "a run leaves one, value_head.safetensors, in its directory",
@@ -92,7 +92,7 @@ def _check_results_of_earlier_runs(config: Any) -> None:
             raise DataError(f"{field}: {name}: no such file; {origin}")
 
 
-def _value(config: Any, field: str) -> Any:
+def _value(config: object, field: str) -> Any:
     for name in field.split("."):
         config = getattr(config, name, None)
     return config

@@ -145,7 +145,7 @@ def barrier() -> None:
 
 
 @contextmanager
-def broadcast_order(order: Any) -> Iterator[None]:
+def broadcast_order(order: object) -> Iterator[None]:
     """On the main process, in the function of a `from_main`: the other ranks follow this order, and
     are waited for.
     """
@@ -156,7 +156,7 @@ def broadcast_order(order: Any) -> Iterator[None]:
         barrier()
 
 
-def _broadcast(message: tuple[str, Any] | None) -> tuple[str, Any]:
+def _broadcast(message: tuple[str, object] | None) -> tuple[str, Any]:
     """The message of the main process, on every rank."""
     messages: list[Any] = [message]
     with _connected(
@@ -213,7 +213,7 @@ def gloo_group(purpose: str) -> Any:
 
 
 @lru_cache(maxsize=8)
-def _new_group(world: Any, purpose: str) -> Any:
+def _new_group(world: object, purpose: str) -> Any:
     if purpose != "control":
         # `new_group` would wait for a rank that has ended, and the connections of "control" report
         # it

@@ -104,7 +104,7 @@ def read_entries(path: Path) -> list[dict[str, Any]]:
     return list(entries)
 
 
-def _write(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+def _write(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
     replace(path, json.dumps({"starts": entries}, indent=1) + "\n", mode=0o600)
 
 
@@ -140,7 +140,7 @@ def describe(training: Any) -> dict[str, Any]:
     return plain
 
 
-def recipe_name(config: Any) -> str:
+def recipe_name(config: object) -> str:
     """The name of the recipe of these settings: online_dpo of `OnlineDPO`."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(config).__name__).lower()
 
@@ -165,14 +165,14 @@ def _required(field: Any) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
-def _differs(config: Any, defaults: Any, name: str) -> bool:
+def _differs(config: object, defaults: object, name: str) -> bool:
     value = getattr(config, name)
     default = getattr(defaults, name)
     # Objects, such as tensors, need not compare to a bool.
     return type(value) is not type(default) or repr(value) != repr(default)
 
 
-def call_of(recipe: str, settings: Mapping[str, Any]) -> str:
+def call_of(recipe: str, settings: Mapping[str, object]) -> str:
     """The run as a call in Python, in which objects are named by their type."""
     arguments = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     return f"burnish.{recipe}({arguments})"

@@ -9,9 +9,8 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 from rich.console import Console
@@ -37,17 +36,16 @@ _SHOWN = (*_HEADLINES, "grad_norm", *(f"eval/{name}" for name in _HEADLINES))
 _QUIET = 10.0  # seconds between lines where there is no terminal to draw a bar on
 
 _NOT_DRAWN = {"step", "seconds", "tokens", "input_tokens", "skipped", "ranks/slowest"}
+# The panels of the plot: loss and reward, then held-out metrics, then the rest of these.
 _FIRST = (
-    "loss",
-    "reward",
-    "kl",
-    "entropy",
-    "grad_norm",
-    "completions/mean_length",
-    "learning_rate",
+    *("loss", "reward", "kl", "entropy", "grad_norm"),
+    *("completions/mean_length", "learning_rate"),
 )
 _PANELS = 12
 _PANEL = (4.0, 2.6)  # inches
+
+Entry = dict[str, float]  # a line of metrics.jsonl: numbers by name, "step" among them
+Curves = dict[str, dict[str, list[tuple[int, float]]]]  # metric -> data set -> (step, value)
 
 
 @contextmanager
@@ -68,66 +66,109 @@ def journal(
         directory: None for trackers alone.
         steps_per_epoch: for the share of the data that was seen.
     """
-    main, path = (
-        accelerator.is_main_process,
-        None if directory is None else directory / "metrics.jsonl",
-    )
+    main = accelerator.is_main_process
     open_trackers(accelerator, config, start)
     num_tokens = 0.0
-    if path is not None and main:
-        num_tokens = _take_back(path, start)
-    console = Console()
-    columns = (
-        "step",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    disable = not (main and console.is_terminal)
-    bar = Progress(*columns, "{task.description}", console=console, disable=disable)
-    task = bar.add_task("", total=steps, completed=start)
-    shown = -math.inf  # when the last line was
-    unsynced = False
-    synced = -math.inf  # when the journal was last flushed to the disk
+    lines: _Lines | None = None
+    if directory is not None and main:
+        lines = _Lines(directory / "metrics.jsonl", steps)
+        num_tokens = _take_back(lines.path, start)
+    display = _Display(start, steps, visible=main)
 
     def report(step: int, metrics: Mapping[str, float]) -> None:
-        nonlocal num_tokens, shown, synced, unsynced
-        numbers = {
-            name: value if isinstance(value, int | float) else float(value)
-            for name, value in metrics.items()
-        }
-        if path is not None and main:
-            with (
-                writing(f"step {step} of metrics.jsonl", path.parent / "checkpoints"),
-                path.open("a") as file,
-            ):
-                file.write(json.dumps({"step": step, **numbers}) + "\n")
-                unsynced = True
-                if step == steps or time.monotonic() - synced > _UNSYNCED:
-                    file.flush()
-                    os.fsync(file.fileno())
-                    synced, unsynced = time.monotonic(), False
+        nonlocal num_tokens
+        numbers = _as_numbers(metrics)
+        if lines is not None:
+            lines.append(step, numbers)
         num_tokens += numbers.get("input_tokens", 0.0)
-        totals = (
-            {"epoch": step / steps_per_epoch, "num_tokens": num_tokens} if "loss" in numbers else {}
-        )
+        totals: dict[str, float] = {}
+        if "loss" in numbers:  # not of an evaluation before the first step
+            totals = {"epoch": step / steps_per_epoch, "num_tokens": num_tokens}
         accelerator.log(for_trackers(step, {**numbers, **totals}), step=step)
         if step:
-            text = "  ".join(f"{name} {numbers[name]:.4g}" for name in _SHOWN if name in numbers)
-            bar.update(task, completed=step, description=text)
-            if disable and main and (step == steps or time.monotonic() - shown > _QUIET):
-                shown = time.monotonic()
-                console.print(f"step {step}/{steps}  {text}", soft_wrap=True)
+            display.show(step, numbers)
 
     try:
-        with nullcontext() if disable else bar:
+        with display:
             yield report
     finally:
-        if unsynced and path is not None and path.is_file():
-            sync(path)
+        if lines is not None:
+            lines.close()
         for tracker in accelerator.trackers:  # `end_training` would end the process group as well
             tracker.finish()
+
+
+def _as_numbers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as JSON holds them: what a caller added may be numbers of numpy or torch."""
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        numbers[name] = value if isinstance(value, int | float) else float(value)
+    return numbers
+
+
+class _Lines:
+    """Appends to ``metrics.jsonl``; a power cut takes the lines of a second at most."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self.path = path
+        self.steps = steps
+        self._unsynced = False
+        self._synced = -math.inf  # when the file was last flushed to the disk
+
+    def append(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write ``{"step": 7, "loss": 0.69, ...}``; raises as `writing` does."""
+        with (
+            writing(f"step {step} of metrics.jsonl", self.path.parent / "checkpoints"),
+            self.path.open("a") as file,
+        ):
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
+            self._unsynced = True
+            # Waiting for the disk after every line would take longer than a small model's step.
+            if step == self.steps or time.monotonic() - self._synced > _UNSYNCED:
+                file.flush()
+                os.fsync(file.fileno())
+                self._synced = time.monotonic()
+                self._unsynced = False
+
+    def close(self) -> None:
+        if self._unsynced and self.path.is_file():
+            sync(self.path)
+
+
+class _Display:
+    """Shows the main metrics: as a bar on a terminal, else as a line every few seconds.
+
+    Args:
+        visible: false on all ranks but the first, which show nothing.
+    """
+
+    def __init__(self, start: int, steps: int, *, visible: bool) -> None:
+        self.steps = steps
+        self.console = Console()
+        self.has_bar = visible and self.console.is_terminal
+        self.has_lines = visible and not self.console.is_terminal
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        self.bar = Progress(
+            "step", *columns, "{task.description}", console=self.console, disable=not self.has_bar
+        )
+        self.task = self.bar.add_task("", total=steps, completed=start)
+        self._shown = -math.inf  # when the last line was
+
+    def __enter__(self) -> None:
+        if self.has_bar:  # a disabled bar would print an empty line at its end
+            self.bar.start()
+
+    def __exit__(self, *error: object) -> None:
+        if self.has_bar:
+            self.bar.stop()
+
+    def show(self, step: int, numbers: Mapping[str, float]) -> None:
+        text = "  ".join(f"{name} {numbers[name]:.4g}" for name in _SHOWN if name in numbers)
+        self.bar.update(self.task, completed=step, description=text)
+        due = step == self.steps or time.monotonic() - self._shown > _QUIET
+        if self.has_lines and due:
+            self._shown = time.monotonic()
+            self.console.print(f"step {step}/{self.steps}  {text}", soft_wrap=True)
 
 
 def _take_back(path: Path, start: int) -> float:
@@ -143,10 +184,11 @@ def _take_back(path: Path, start: int) -> float:
     def keep(line: bytes) -> bool:
         nonlocal num_tokens, last
         entry = parse_entry(line)
-        if start == 0 or entry["step"] > start:
+        step = int(entry["step"])
+        if start == 0 or step > start:
             return False
         num_tokens += entry.get("input_tokens", 0.0)
-        last = max(last, entry["step"])
+        last = max(last, step)
         return True
 
     with writing(path.name, path.parent / "checkpoints"):
@@ -165,7 +207,7 @@ def _take_back(path: Path, start: int) -> float:
     return num_tokens
 
 
-def parse_entry(line: bytes) -> dict[str, Any]:
+def parse_entry(line: bytes) -> Entry:
     """A line of the journal: numbers by their names, ``step`` among them.
 
     Raises:
@@ -180,7 +222,7 @@ def parse_entry(line: bytes) -> dict[str, Any]:
     return entry
 
 
-def entries(path: Path) -> Iterator[dict[str, Any]]:
+def entries(path: Path) -> Iterator[Entry]:
     """The readable lines of a journal, one at a time; none if it can't be read."""
     with suppress(OSError):
         for line in lines_of(path):
@@ -188,22 +230,21 @@ def entries(path: Path) -> Iterator[dict[str, Any]]:
                 yield parse_entry(line)
 
 
-def written(directory: Path | None, start: int) -> Iterator[dict[str, Any]]:
-    """The readable entries of a journal up to the step that a run resumes from; none of a run that
-    begins.
-    """
+def written(directory: Path | None, start: int) -> Iterator[Entry]:
+    """The readable entries up to the step that a run resumes from; none of a run that begins."""
     if directory and start:
-        yield from (
-            entry for entry in entries(directory / "metrics.jsonl") if entry["step"] <= start
-        )
+        for entry in entries(directory / "metrics.jsonl"):
+            if entry["step"] <= start:
+                yield entry
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
-    """Plot the main metrics of ``metrics.jsonl``, one panel each, unless none was measured more
-    than once.
-    """
+    """Plot the main metrics, one panel each, unless none was measured more than once."""
     curves = most_important(read_curves(metrics))
-    if all(len(points) < 2 for lines in curves.values() for points in lines.values()):
+    longest = 0
+    for lines in curves.values():
+        longest = max(longest, *map(len, lines.values()))
+    if longest < 2:
         return
     from matplotlib.figure import Figure  # slow to import
 
@@ -218,12 +259,9 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     for i, (name, lines) in enumerate(curves.items()):
         axis = figure.add_subplot(rows, columns, i + 1)
         for label, points in lines.items():
-            axis.plot(
-                *zip(*points, strict=True),
-                label=label,
-                marker="o" if label == "held out" else "",
-                markersize=3,
-            )
+            steps, values = zip(*points, strict=True)
+            marker = "o" if label == "held out" else ""  # measured at some steps only
+            axis.plot(steps, values, label=label, marker=marker, markersize=3)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.tick_params(labelsize=8)
@@ -234,20 +272,19 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     figure.savefig(picture, dpi=110)
 
 
-def read_curves(metrics: Path) -> dict[str, dict[str, list[tuple[int, float]]]]:
-    """Steps and values by metric and data set; held-out metrics share a panel with their training
-    counterpart.
-    """
-    curves: dict[str, dict[str, list[tuple[int, float]]]] = defaultdict(lambda: defaultdict(list))
+def read_curves(metrics: Path) -> Curves:
+    """Steps and values by metric and data set: ``eval/loss`` shares a panel with ``loss``."""
+    curves: Curves = defaultdict(lambda: defaultdict(list))
     for line in entries(metrics):
         for name, value in line.items():
             if name not in _NOT_DRAWN and math.isfinite(value):
                 measured_on = "held out" if name.startswith("eval/") else "training"
-                curves[name.removeprefix("eval/")][measured_on].append((line["step"], value))
+                point = (int(line["step"]), value)
+                curves[name.removeprefix("eval/")][measured_on].append(point)
     return curves
 
 
-def most_important(curves: dict[str, Any]) -> dict[str, Any]:
+def most_important(curves: Curves) -> Curves:
     """At most twelve: loss and reward, held-out metrics, the usual metrics of a policy, then the
     rest.
 

@@ -156,7 +156,7 @@ def restore(
     return targets
 
 
-def dump(state: Any) -> memoryview:
+def dump(state: object) -> memoryview:
     """The content of a file for torch.load."""
     buffer = io.BytesIO()
     torch.save(state, buffer)

@@ -36,7 +36,7 @@ def signals(*, visible: bool) -> Iterator[dict[str, float]]:
     received, owner = dict.fromkeys(STATUS, 0.0), os.getpid()
     before: dict[signal.Signals, Any] = {}
 
-    def receive(number: int, frame: Any) -> None:
+    def receive(number: int, frame: object) -> None:
         caught = signal.Signals(number)
         if os.getpid() != owner:  # a child process forked by a library, which should end
             signal.signal(caught, before[caught])

@@ -55,7 +55,7 @@ def open_trackers(accelerator: Accelerator, config: Common, start: int) -> None:
         accelerator.init_trackers(project, config=flat(vars(config)), init_kwargs=named)
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str]:
     """Settings as a flat mapping of numbers and texts, groups joined by a dot, without possible
     secrets.
     """

@@ -6,12 +6,13 @@ import statistics
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
@@ -35,11 +36,16 @@ from .record import recorded
 from .report import draw_curves, journal, written
 from .storage import sync
 
+if TYPE_CHECKING:
+    from .context import RunContext
+
 log = logging.getLogger(__name__)
 
-_RESULTS = [
-    f"{kind}{path}" for kind in ("model", "adapter", "critic") for path in ("", "/**/*")
-] + ["*.safetensors"]
+# What a run leaves in its directory, to be flushed to the disk: directories, and the files in them.
+_RESULTS = (
+    *("model/**/*", "adapter/**/*", "critic/**/*", "*.safetensors"),
+    *("model", "adapter", "critic"),
+)
 
 
 @dataclass(eq=False)
@@ -89,7 +95,7 @@ class Training:
         best: the saved step whose ``keep_best`` is the best; None before there is one.
     """
 
-    context: Any
+    context: "RunContext[Any]"
     losses: Mapping[str, Term]
     read: TensorReader
     feed: StepFeed
@@ -107,7 +113,8 @@ class Training:
             parts["reference"] = context.synced
         self.state = {"accelerator": context.accelerator, "policy": policy, "parts": parts}
         self._compare_data()
-        self.objective, self.weightings = compose(self.losses, self.read), weightings(self.losses)
+        self.objective = compose(self.losses, self.read)
+        self.weightings = weightings(self.losses)
         self.directory = None if config.output is None else context.directory
         self.checkpoints = context.file("checkpoints") or Path()
         self.start = self.step = self._resumed() if config.resume else 0
@@ -121,18 +128,16 @@ class Training:
         self._unused = weakref.finalize(self, _drop, self.feed)  # unless it is iterated over
 
     def _compare_data(self) -> None:
-        """Raise ValueError if ranks have other rows than each other, or other revisions of a model
-        on the Hub.
-        """
+        """Raise ValueError if ranks have different rows, or revisions of a model on the Hub."""
         context = self.context
-        self.state["data"], *held_out = (
-            digest(each) for each in (context.data, context.eval_data) if each is not None
-        )
+        trained_on = digest(context.data)
+        held_out = "" if context.eval_data is None else digest(context.eval_data)
+        self.state["data"] = trained_on
+        # What transformers notes of a model of the Hub; a directory has none.
         revision = getattr(context.model.plain.config, "_commit_hash", None)
         barrier()  # a rank that has ended is named there
-        rows, revisions = zip(
-            *gather_object([((self.state["data"], *held_out), revision)]), strict=True
-        )
+        of_ranks = gather_object([((trained_on, held_out), revision)])
+        rows, revisions = zip(*of_ranks, strict=True)
         if len(set(rows)) > 1:
             raise ValueError(
                 "data: the rows differ between ranks, so that some would be trained on twice and others never; give "
@@ -150,8 +155,9 @@ class Training:
         that are saved.
         """
         for line in written(self.directory, self.start):
-            if line["step"] == 0 or checkpoint.path_of(self.checkpoints, line["step"]).exists():
-                self._is_best(line["step"], line)
+            step = int(line["step"])
+            if step == 0 or checkpoint.path_of(self.checkpoints, step).exists():
+                self._is_best(step, line)
         return self.best, self.lowest
 
     def _resumed(self) -> int:
@@ -184,8 +190,7 @@ class Training:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer: PreTrainedTokenizerBase = self.context.tokenizer
-        return tokenizer
+        return self.context.tokenizer
 
     def train(self) -> dict[str, float]:
         """Take all steps; returns the metrics of the last one."""
@@ -213,26 +218,29 @@ class Training:
                     to_save = self._due(step.number, config.save_every)
                     if self._due(step.number, config.eval_every):
                         to_save |= self._evaluate()
-                    left = False
-                    try:
-                        with at("the body of the loop"):
-                            yield StepResult(step.number, self.metrics, step.busy)
-                    except GeneratorExit:
-                        left = True
+                    left = True  # unless the caller asks for the next step
+                    # Where a loop is left, Python closes this generator by an error at its yield.
+                    with suppress(GeneratorExit), at("the body of the loop"):
+                        yield StepResult(step.number, self.metrics, step.busy)
+                        left = False
                     self._restore_accelerate()
-                    votes = self._vote(
-                        run, to_save=to_save, left=left, busy=self._feed_seconds + step.busy
-                    )
-                    run.log(step.number, self.metrics)
-                    if votes["failed"]:
-                        run.saver.wait()  # raises its error
-                    if votes["save"] or run.signal or votes["left"]:
-                        self._save_checkpoint(run)
-                    if step.number < self.feed.steps and (run.signal or votes["left"]):
+                    if self._end_step(run, step, to_save=to_save, left=left):
                         break
                 self._finish(run)
             if run.signal is not None and self.step < self.feed.steps:
                 self._stop_for(run.signal)
+
+    def _end_step(self, run: _Running, step: StepResult, *, to_save: bool, left: bool) -> bool:
+        """Log and save a step, as all ranks decide together; true if the run ends with it."""
+        busy = self._feed_seconds + step.busy
+        votes = self._vote(run, to_save=to_save, left=left, busy=busy)
+        run.log(step.number, self.metrics)
+        if votes["failed"]:
+            run.saver.wait()  # raises its error
+        stops = run.signal is not None or votes["left"] > 0
+        if votes["save"] or stops:
+            self._save_checkpoint(run)
+        return stops and step.number < self.feed.steps
 
     def _use_once(self) -> None:
         if not self._unused.detach():
@@ -251,22 +259,28 @@ class Training:
         """Watch the other ranks, catch signals, lock the directory, open the journal, and wait for
         checkpoints.
         """
-        context, accelerator, config = self.context, self.context.accelerator, self.context.config
-        epoch = float(self.steps_per_epoch)
+        context = self.context
+        accelerator = context.accelerator
+        config = context.config
+        lines = journal(
+            self.directory,
+            self.start,
+            self.feed.steps,
+            accelerator,
+            config,
+            steps_per_epoch=float(self.steps_per_epoch),
+        )
+        # On a GPU the steps leave the processor free for a thread that writes.
+        saver = checkpoint.Saver(background=accelerator.device.type != "cpu")
+        # Left in the other order: checkpoints are on the disk before the record says that the run
+        # has ended, and the lock is held until then.
         with (
             watching(),
             stop.signals(visible=accelerator.is_main_process) as received,
             lock_directory(config, context.description, accelerator),
             recorded(self) as entry,
-            journal(
-                self.directory,
-                self.start,
-                self.feed.steps,
-                accelerator,
-                config,
-                steps_per_epoch=epoch,
-            ) as log,
-            closing(checkpoint.Saver(background=accelerator.device.type != "cpu")) as saver,
+            lines as log,
+            closing(saver),
         ):
             yield _Running(received, entry, log, saver, saved=monotonic())
 
@@ -286,15 +300,15 @@ class Training:
             describe=self._describe,
         )
 
-    def _batches(self, step: int) -> Any:
-        """The micro-batches of a step, and how long this rank took for them besides waiting for
-        others.
-        """
+    def _batches(self, step: int) -> Sequence[Batch]:
+        """The micro-batches of a step; the time for them, less that for others, is kept."""
         liveness.begin_step(step + 1)
-        began, waited = perf_counter(), ranks.seconds_waited()
+        began = perf_counter()
+        waited = ranks.seconds_waited()
         with at("reading"):
             micro_batches = self.feed(step)
-        self._feed_seconds = perf_counter() - began - (ranks.seconds_waited() - waited)
+        waited = ranks.seconds_waited() - waited
+        self._feed_seconds = perf_counter() - began - waited
         return micro_batches
 
     def _observe(self, step: StepResult) -> None:
@@ -306,38 +320,43 @@ class Training:
             self.context.synced.observe(self.metrics)
 
     def _vote(self, run: _Running, *, to_save: bool, left: bool, busy: float) -> dict[str, float]:
-        """Decide with all ranks what follows the step, by one sum: what happens on one of them ends
-        the run on all.
+        """Decide with all ranks what follows the step: what happens on one of them ends the run on
+        all.
 
-        Whether to save is for the main process to say. The time of each rank is added to the
-        metrics.
+        Whether to save is for the main process to say: clocks differ. The time of each rank is
+        added to the metrics.
         """
-        accelerator, minutes = self.context.accelerator, self.context.config.save_minutes
+        accelerator = self.context.accelerator
+        minutes = self.context.config.save_minutes
         clock = bool(minutes) and monotonic() - run.saved >= 60 * minutes
-        of_this_rank: dict[Any, float] = {
+        of_this_rank: dict[str, float] = {
             **run.received,
             "left": left,
             "failed": run.saver.failed,
             "save": accelerator.is_main_process and (to_save or clock),
         }
-        seconds = {("seconds", rank): 0.0 for rank in range(accelerator.num_processes)}
-        seconds["seconds", accelerator.process_index] = busy
-        votes: dict[Any, float] = sum_over_ranks(accelerator, {**of_this_rank, **seconds})
+        seconds = {f"seconds of {rank}": 0.0 for rank in range(accelerator.num_processes)}
+        seconds[f"seconds of {accelerator.process_index}"] = busy
+        # One sum for all of it: each collective takes as long as the slowest connection.
+        votes = sum_over_ranks(accelerator, {**of_this_rank, **seconds})
         run.signal = next((name for name in run.received if votes[name]), None)
         if accelerator.num_processes > 1:
-            self.metrics |= stragglers([votes[key] for key in seconds])
+            self.metrics |= stragglers([votes[name] for name in seconds])
         return votes
 
     def _save_checkpoint(self, run: _Running) -> None:
         if self.directory is not None:
             self._end_with_tokens_of_stream()
-            options = {
-                "keep": self.context.config.keep,
-                "best": self.best,
-                "end_tokens": ends_of(getattr(self.context.model.plain, "generation_config", None)),
-            }
+            generation = getattr(self.context.model.plain, "generation_config", None)
             with at("saving"):
-                run.saver.save(self.checkpoints, self.step, **self.state, **options)
+                run.saver.save(
+                    self.checkpoints,
+                    self.step,
+                    **self.state,
+                    keep=self.context.config.keep,
+                    best=self.best,
+                    end_tokens=ends_of(generation),
+                )
         run.saved = monotonic()
 
     def _finish(self, run: _Running) -> None:
@@ -388,14 +407,13 @@ class Training:
         plan = self.feed.plan(step)
         if not any(gather_object(plan)):  # a feed of the caller's own that plans nothing
             return "look at what its feed gave"
-        examples = gather_object([index for i in micro_batches for index in plan[i]])
-        what = (
-            "the loss is not finite in a micro-batch of"
-            if examples
-            else "its losses are finite, and its rows are"
-        )
-        examples = examples or gather_object([index for part in plan for index in part])
-        return f"{what} {from_main(self.context.accelerator, lambda: self.context.name_rows(step, examples))}"
+        what = "the loss is not finite in a micro-batch of"
+        examples = gather_object(list(chain.from_iterable(plan[i] for i in micro_batches)))
+        if not examples:
+            what = "its losses are finite, and its rows are"
+            examples = gather_object(list(chain.from_iterable(plan)))
+        rows = from_main(self.context.accelerator, lambda: self.context.name_rows(step, examples))
+        return f"{what} {rows}"
 
     @property
     def steps_per_epoch(self) -> Fraction:
@@ -408,9 +426,7 @@ class Training:
         return len(self.context.data) / rows_per_step
 
     def _due(self, step: int, every: Interval | None) -> bool:
-        """True after the last step, and after each one that an interval of the settings ends
-        with.
-        """
+        """True after the last step, and after each that an interval of the settings ends with."""
         if step == self.feed.steps:
             return True
         if every is None:
@@ -420,7 +436,7 @@ class Training:
         period = math.ceil(every * self.feed.steps) if every < 1 else every
         return step % period == 0
 
-    def evaluate(self, rows: Any = None) -> dict[str, float]:
+    def evaluate(self, rows: object = None) -> dict[str, float]:
         """The metrics ``eval/...`` of the model as it is, on ``eval_data`` or on these rows. Every
         rank calls it.
 
@@ -447,8 +463,8 @@ class Training:
         )
 
     def _evaluate(self) -> bool:
-        """Add the metrics of held-out data, from which the schedule may learn; True if they are the
-        best so far.
+        """Add the metrics of held-out data, which a schedule may follow; true if they are the best
+        so far.
         """
         with at("evaluating"):
             held_out = self.evaluate() if self.feed.evaluates else {}
@@ -475,21 +491,22 @@ class Training:
             self.best, self.lowest = step, value
         return better
 
-    def _save_model(self, entry: Mapping[str, Any]) -> None:
-        """Write the model, its card and the curves; ``entry`` is what the record has of this
-        start.
+    def _save_model(self, entry: Mapping[str, object]) -> None:
+        """Write the model, its card and the curves.
+
+        Args:
+            entry: what the record has of this start.
         """
         if self.directory is None:
             return
         main = self.context.accelerator.is_main_process
         self._end_with_tokens_of_stream()
         with checkpoint.writing("the model", self.checkpoints):
+            # Every rank: the weights of a sharded model are gathered.
             save_model(self.context.model, self.context.tokenizer, self.directory, write=main)
             self.save()
             if main:
-                results = [each for name in _RESULTS for each in self.directory.glob(name)]
-                for path in (*results, self.directory):
-                    sync(path)
+                _sync_results(self.directory)
         if main:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
             write_cards(self, entry)
@@ -509,6 +526,14 @@ class Training:
         if self.best is None:
             return f" of step {self.step} (no evaluation had a finite {config.keep_best})"
         return f" of step {self.best}, the best by {config.keep_best},"
+
+
+def _sync_results(directory: Path) -> None:
+    """Flush what a run leaves to the disk: files first, then the directories that name them."""
+    for name in _RESULTS:
+        for path in directory.glob(name):
+            sync(path)
+    sync(directory)
 
 
 def to_lower(keep_best: str, metrics: Mapping[str, float]) -> float:

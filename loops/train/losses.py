@@ -50,14 +50,14 @@ def tensor_parameters(function: Any) -> list[inspect.Parameter]:
     ]
 
 
-def units_of(function: Any) -> dict[str, str | None]:
+def units_of(function: object) -> dict[str, str | None]:
     """The unit of each tensor of a loss, by name; None without an annotation that says it."""
     return {
         parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)
     }
 
 
-def _unit(annotation: Any) -> str | None:
+def _unit(annotation: object) -> str | None:
     """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the
     whole step.
     """

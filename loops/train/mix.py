@@ -73,8 +73,8 @@ def parse_losses(
 
 
 def _term(
-    key: Any,
-    entry: Any,
+    key: object,
+    entry: object,
     shared: Mapping[str, float],
     known: Mapping[str, Loss],
     *,
@@ -115,7 +115,7 @@ def _coefficient(name: str, value: Any) -> float:
     return value  # type: ignore[no-any-return]
 
 
-def loss_name(loss: Any) -> str:
+def loss_name(loss: object) -> str:
     """The name of a loss in metrics and mixes; for your own loss, the name of its function."""
     if isinstance(loss, str):
         return loss.rpartition(":")[2]
@@ -123,7 +123,7 @@ def loss_name(loss: Any) -> str:
     return str(getattr(function, "__name__", type(loss).__name__))
 
 
-def _function(loss: Any, known: Mapping[str, Loss]) -> Loss:
+def _function(loss: object, known: Mapping[str, Loss]) -> Loss:
     """The loss of this name; or that of ``module:function``, or the function itself, in the form of
     an objective.
 
@@ -189,7 +189,7 @@ def _weighting(
 
 
 def _named_weighting(
-    name: str, term: Term, kind: Any, settings: dict[str, Any], *, has_weights: bool
+    name: str, term: Term, kind: object, settings: dict[str, Any], *, has_weights: bool
 ) -> Weighting:
     """The weighting of tokens of this name; removes its ``length`` from ``settings``."""
     if term.unit != "tokens" or kind not in tuple(WEIGHTINGS):
@@ -207,7 +207,7 @@ def _named_weighting(
 
 
 def _bind(
-    name: str, function: Loss, shared: Mapping[str, Any], settings: Mapping[str, Any]
+    name: str, function: Loss, shared: Mapping[str, object], settings: Mapping[str, object]
 ) -> Loss:
     """The function with its hyper-parameters: those of its ``settings``, or those ``shared`` by the
     mix.
@@ -237,7 +237,7 @@ def _bind(
 
 
 def _check_range(
-    name: str, parameter: str, annotation: Any, value: Any, values: Mapping[str, Any]
+    name: str, parameter: str, annotation: object, value: object, values: Mapping[str, object]
 ) -> None:
     """Raise ValueError unless a hyper-parameter is what its annotation allows."""
     if get_origin(annotation) is Literal and value not in get_args(annotation):

@@ -181,7 +181,7 @@ def _has_bfloat16(parameters: Sequence[Tensor]) -> bool:
     return any(parameter.dtype == torch.bfloat16 for parameter in parameters)
 
 
-def _check_support(config: Common, name: str, kind: Any, parameters: Sequence[Tensor]) -> None:
+def _check_support(config: Common, name: str, kind: object, parameters: Sequence[Tensor]) -> None:
     """Raise ValueError if this optimizer can't update weights that are sharded, in bfloat16, or on
     another device.
     """
@@ -500,7 +500,7 @@ def averaged_by(config: Common) -> bool:
     return hasattr(_find_optimizer(plain_name(str(config.optimizer))), "eval")
 
 
-def averages(optimizer: Any) -> bool:
+def averages(optimizer: object) -> bool:
     """True for a schedule-free optimizer: the weights to evaluate and save are an average of those
     that it trains.
     """

@@ -95,7 +95,7 @@ class ModelRunner:
         return torch.tensor(padded, device=self.policy.device)
 
     def states(
-        self, at: Tensor | None = None, *, cache: Any = None, **inputs: Any
+        self, at: Tensor | None = None, *, cache: object = None, **inputs: object
     ) -> tuple[Tensor, Any]:
         """The input of the head [rows, ...] at these columns, or at the last; and the cache, if the
         model has one.

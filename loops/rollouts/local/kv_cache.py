@@ -145,7 +145,12 @@ class ContinuousBatch(Cache):
         return states
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write one token per row where the row ends; returns what has been written so far."""
         keys = self.stores[2 * layer_idx]

@@ -111,7 +111,7 @@ def _warn_once(plain: PreTrainedModel, message: str) -> None:
         log.warning("%s: %s", type(plain).__name__, message)
 
 
-def _window(config: Any) -> float:
+def _window(config: object) -> float:
     """Length up to which the model attends to everything."""
     windowed = getattr(config, "use_sliding_window", True)
     if hasattr(config, "layer_types"):

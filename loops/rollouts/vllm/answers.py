@@ -119,7 +119,7 @@ def check_finish(who: str, tokens: Sequence[int], reason: str, sampling: Samplin
     return FINISH[reason]
 
 
-def described(config: Any, *path: str, kind: type) -> Any:
+def described(config: object, *path: str, kind: type) -> Any:
     """A value of this type in the server's description of itself.
 
     Raises:
@@ -144,7 +144,7 @@ WORDS = {
 }
 
 
-def shown(reply: Any) -> str:
+def shown(reply: object) -> str:
     """The beginning of an answer, for a message."""
     try:
         return str(reply)[:200]
@@ -152,7 +152,7 @@ def shown(reply: Any) -> str:
         return "brackets within brackets, more than can be shown"
 
 
-def _typed(value: Any, kind: type, what: str) -> Any:
+def _typed(value: object, kind: type, what: str) -> Any:
     """The value, if it is of exactly this type: True is no token."""
     if type(value) is not kind:
         raise TypeError(f"{what}: wanted {kind.__name__}, got {shown(value)[:40]!r}")

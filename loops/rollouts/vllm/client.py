@@ -132,7 +132,7 @@ class VLLMClient:
             )
         return found
 
-    async def post(self, path: str, body: Any, name: str = "", kind: type = object) -> Any:
+    async def post(self, path: str, body: object, name: str = "", kind: type = object) -> Any:
         return await self._call(path, body, self._patience, name, kind)
 
     async def generate(self, body: Any) -> Any:
@@ -158,7 +158,7 @@ class VLLMClient:
     async def resume(self) -> None:
         await self.post("/resume", {})
 
-    async def control(self, operation: str, **arguments: Any) -> None:
+    async def control(self, operation: str, **arguments: object) -> None:
         """An operation of weight updates by vLLM's name, such as ``update_weights``."""
         await self.post(f"/{operation}", arguments)
 
@@ -198,7 +198,7 @@ class VLLMClient:
     async def _call(
         self,
         path: str,
-        body: Any,
+        body: object,
         timeout: float,
         name: str = "",
         kind: type = object,
@@ -266,7 +266,7 @@ async def _read(response: httpx2.Response, largest: int, who: str) -> bytes:
     return bytes(content)
 
 
-def _entry(who: str, reply: Any, name: str, kind: type) -> Any:
+def _entry(who: str, reply: object, name: str, kind: type) -> Any:
     """The entry of an answer of this name.
 
     Raises:

@@ -26,7 +26,7 @@ _REQUESTS = ("init_weight_transfer_engine", "update_weights")
 
 
 def start_engine(
-    model: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"], **options: Any
+    model: str | Path, *, dtype: Literal["float32", "bfloat16", "float16"], **options: object
 ) -> Any:
     """``vllm.LLM`` with the settings that training needs.
 
@@ -106,7 +106,9 @@ class VLLMEngine:
         refuse_closed(self._closed, "vllm")
         await send_weights([self], self._check_weights(weights), version)
 
-    async def update(self, step: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+    async def update(
+        self, step: Callable[..., Coroutine[Any, Any, None]], *arguments: object
+    ) -> None:
         await step(self, *arguments)
 
     async def version(self) -> int | None:
@@ -131,7 +133,7 @@ class VLLMEngine:
     async def resume(self) -> None:
         self._running.set()
 
-    async def control(self, operation: str, **arguments: Any) -> Any:
+    async def control(self, operation: str, **arguments: object) -> Any:
         """An operation of weight updates by vLLM's name, such as ``update_weights``."""
         self._wake()
         function = getattr(self._llm, operation)

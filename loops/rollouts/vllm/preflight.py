@@ -90,7 +90,7 @@ def check_version(who: str, version: str, versions: tuple[str, ...], remedy: str
 
 
 async def check_model(
-    vllm: VLLMClient, model: str, config: Any, tokenizer: PreTrainedTokenizerBase, vocab: int
+    vllm: VLLMClient, model: str, config: object, tokenizer: PreTrainedTokenizerBase, vocab: int
 ) -> None:
     """Compare the server's model and tokenizer with the trainer's, as far as its interface shows
     them.
@@ -126,7 +126,7 @@ async def check_model(
                           "start it with the same --tokenizer")  # fmt: skip
 
 
-def parameter_check(config: Any) -> Callable[[NamedWeights], NamedWeights]:
+def parameter_check(config: object) -> Callable[[NamedWeights], NamedWeights]:
     """`check_weights` for a model's parameters, each of which must come with every update; of an
     unknown model, any.
     """

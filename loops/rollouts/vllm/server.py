@@ -189,7 +189,9 @@ class VLLMServer:
     async def publish(self, weights: NamedWeights, version: int) -> None:
         await send_weights([self], self.check_weights(weights), version)
 
-    async def update(self, step: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+    async def update(
+        self, step: Callable[..., Coroutine[Any, Any, None]], *arguments: object
+    ) -> None:
         await self._within_patience(step(self._client, *arguments))
         self._note_heard()
 

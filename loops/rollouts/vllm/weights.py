@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -108,7 +109,7 @@ class FullWeights:
         self._name = uuid.uuid4().hex
         self._newest = -1  # version that was published
 
-    def misfit(self, config: Mapping[str, Any]) -> tuple[str, str] | None:
+    def misfit(self, config: Mapping[str, object]) -> tuple[str, str] | None:
         """Why a server of this configuration can't be updated so, and the flags that it needs; None
         if it can.
         """
@@ -265,7 +266,7 @@ class Nccl(FullWeights):
         await self._collective(broadcast, vllm.control("update_weights", update_info=info))
 
     async def _collective(
-        self, trainer: Callable[[], Any], server: Coroutine[Any, Any, None]
+        self, trainer: Callable[[], object], server: Coroutine[Any, Any, None]
     ) -> Any:
         """Run both sides of a collective; if one fails, the other waits in NCCL forever, and is
         abandoned.
@@ -302,8 +303,9 @@ class Adapters:
 
     merged = False
 
-    def __init__(self, directory: str | Path, config: Any, loaded: int = 4) -> None:
-        self.directory, self.config = Path(directory).resolve(), config
+    def __init__(self, directory: str | Path, config: LoraConfig, loaded: int = 4) -> None:
+        self.directory = Path(directory).resolve()
+        self.config = config
         self.flags = (
             "--enable-lora",
             "--max-lora-rank",
