@@ -1,5 +1,4 @@
-"""Column layouts: the columns that hold the prompt and its completions, and the checks of a row of
-each.
+"""Column layouts: which columns hold the prompt and its completions, and how a row is checked.
 
 Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list
 of {role, content}, where the content may be a list of {type: text, text}; ShareGPT's {from, value};
@@ -12,10 +11,15 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
+# A message has its role and content, and whatever keys a chat template reads besides:
+# {"role": "assistant", "content": "", "tool_calls": [...], "thinking": "..."}
 Message = dict[str, Any]
 PlainOrChat: TypeAlias = str | list[Message]
+Record: TypeAlias = Mapping[str, object]  # a row as it was read, nothing of it checked yet
+
+Checked = TypeVar("Checked")
 
 SUPERVISED = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
 # the two share their beginning, the prompt
@@ -45,7 +49,9 @@ OPTION_COLUMNS = ("tools", "chat_template_kwargs", "system_prompt")
 LAYOUT_COLUMNS = frozenset(OPTION_COLUMNS).union(
     *SUPERVISED, *UNPAIRED, *STEPWISE, *SCORES, *RANKING
 )
-ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are joined, and Dolly's
+# What many datasets call a column, the most telling name first. Two words are two columns that are
+# joined: Alpaca's "instruction" and "input", Dolly's "instruction" and "context".
+ALIASES = {
     "prompt": [
         "instruction input",
         "instruction context",
@@ -61,21 +67,34 @@ ALIASES = {  # of a column, by what many datasets call it; Alpaca's two are join
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-SHAREGPT_ROLES = {  # and OpenAI's, before there were tool calls
-    **{"human": "user", "gpt": ASSISTANT, "chatgpt": ASSISTANT, "function_call": ASSISTANT},
-    **dict.fromkeys(("observation", "function_response", "function"), "tool"),
+# The roles of ShareGPT, and of OpenAI's messages before there were tool calls.
+SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": ASSISTANT,
+    "chatgpt": ASSISTANT,
+    "function_call": ASSISTANT,
+    "observation": "tool",
+    "function_response": "tool",
+    "function": "tool",
 }
+# Where a message may hold its reasoning: as Qwen3's template calls it, gpt-oss's, and OpenRouter.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class BadRow(ValueError):
-    """A row that can't be trained on: its kind, for counting, the problem, for the message, and its
-    index if known.
+    """A row that can't be trained on.
+
+    Attributes:
+        kind: groups such rows for counting.
+        problem: what is wrong, for the message.
+        row: its index, if known.
     """
 
     def __init__(self, kind: str, problem: str, row: int | None = None) -> None:
-        super().__init__(kind, problem, row)
-        self.kind, self.problem, self.row = kind, problem, row
+        super().__init__(kind, problem, row)  # all three, or it could not be pickled by a process
+        self.kind = kind
+        self.problem = problem
+        self.row = row
 
     def __str__(self) -> str:
         return self.problem
@@ -86,21 +105,24 @@ class ParsedRow:
     """A prompt and its completions, or the steps of one completion, and their annotation.
 
     An assistant message {role, content} may have ``train``, as in axolotl's data (`weight` in
-    OpenAI's). ``prompt`` is None where one value holds everything: `messages`, `text`.
-    ``annotation`` is a bool for `label`, a float for `score`, and one number per completion or step
-    for `ranks` and `labels`. ``keeps_system``: it has another system message than the one that all
-    rows were to get.
+    OpenAI's).
+
+    Attributes:
+        prompt: None where one value holds everything: `messages`, `text`.
+        annotation: a bool for `label`, a float for `score`, and one number per completion or step
+            for `ranks` and `labels`; None without any.
+        keeps_system: the row has another system message than the one that all rows were to get.
     """
 
     prompt: PlainOrChat | None
     completions: tuple[PlainOrChat, ...]
-    template_options: Mapping[str, Any] = field(default_factory=dict)
-    annotation: Any = None
+    template_options: Record = field(default_factory=dict)
+    annotation: "Annotation | None" = None
     keeps_system: bool = False
 
 
 def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The first accepted layout whose columns are all there.
+    """Return the first accepted layout whose columns are all there.
 
     Raises:
         ValueError: if there is none, or if the rows carry images.
@@ -127,10 +149,11 @@ def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> 
 
 
 def _misspelled(accepted: Sequence[tuple[str, ...]], columns: Sequence[str]) -> str:
-    """A question for each column that is missing, where one with nearly its name is there."""
-    wanted = {name for layout in accepted for name in layout}
+    """Ask about each missing column that has a near namesake: "should 'promt' be 'prompt'?"."""
+    wanted: set[str] = set().union(*accepted)
     questions = ""
     for name in sorted(wanted - set(columns)):
+        # 0.75: one wrong letter in a word of four
         near = difflib.get_close_matches(name, columns, n=1, cutoff=0.75)
         if near:
             questions += f"; should '{near[0]}' be '{name}'?"
@@ -138,9 +161,7 @@ def _misspelled(accepted: Sequence[tuple[str, ...]], columns: Sequence[str]) -> 
 
 
 def _renaming(layout: Sequence[str], columns: Collection[str]) -> str:
-    """The fix that names columns as a layout does; empty if there is none for each that it
-    misses.
-    """
+    """Say how to rename columns to a layout; empty if one that it wants has no counterpart."""
     names = []
     for new in layout:
         if new in columns:
@@ -148,14 +169,13 @@ def _renaming(layout: Sequence[str], columns: Collection[str]) -> str:
         group = _columns_for(new, columns)
         if not group:
             return ""
-        names += [f"{name}: {new}" for name in group]
+        for name in group:
+            names.append(f"{name}: {new}")
     return f"to rename columns, give data: {{path: ..., columns: {{{', '.join(names)}}}}}"
 
 
 def _columns_for(new: str, columns: Collection[str]) -> list[str]:
-    """The columns that many datasets have in place of one, the first such alias whose columns are
-    all there.
-    """
+    """Return the columns of the first alias of a column whose columns are all there, or none."""
     for alias in ALIASES.get(new, ()):
         group = alias.split()
         if set(group) <= set(columns):
@@ -164,22 +184,24 @@ def _columns_for(new: str, columns: Collection[str]) -> list[str]:
 
 
 def unused_options(
-    features: Mapping[str, Any], layout: tuple[str, ...], uses: Callable[[str], bool]
+    features: Record, layout: tuple[str, ...], uses: Callable[[str], bool]
 ) -> list[str]:
-    """The `OPTION_COLUMNS` that plain text does not use, or the template's arguments that the chat
-    template ignores.
+    """Name the option columns that plain text leaves unread, or the arguments a template ignores.
+
+    Args:
+        features: of the dataset, by column.
+        uses: whether the chat template reads an argument of this name.
     """
     texts = [features[name] for name in layout if name in TEXT_COLUMNS]
     if texts and all(getattr(kind, "dtype", "").endswith("string") for kind in texts):
         return [name for name in OPTION_COLUMNS if name in features]
     arguments = features.get("chat_template_kwargs")
-    names = arguments if isinstance(arguments, dict) else {}
-    return [f"chat_template_kwargs.{name}" for name in names if not uses(name)]
+    if not isinstance(arguments, dict):
+        return []
+    return [f"chat_template_kwargs.{name}" for name in arguments if not uses(name)]
 
 
-def read_row(
-    record: Mapping[str, Any], layout: tuple[str, ...], system_prompt: str = ""
-) -> ParsedRow:
+def read_row(record: Record, layout: tuple[str, ...], system_prompt: str = "") -> ParsedRow:
     """Check a record, and take it apart into prompt, completions and annotation.
 
     Args:
@@ -196,7 +218,7 @@ def read_row(
     annotation = None
     if layout[-1] in ANNOTATIONS:
         annotation = _annotation(record.get(layout[-1]), layout[-1], len(several))
-    if values.get("prompt") == []:
+    if values.get("prompt") == []:  # an empty text is told of later, where it matters
         raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
     if "chosen" in values:
         values = _with_one_prompt(values)
@@ -217,29 +239,28 @@ def read_row(
     return ParsedRow(prompt, completions, options, annotation, keeps_system)
 
 
-def _values(record: Mapping[str, Any], layout: tuple[str, ...]) -> dict[str, PlainOrChat]:
+def _values(record: Record, layout: tuple[str, ...]) -> dict[str, PlainOrChat]:
     """The texts and conversations of a layout, by their columns."""
-    names = [name for name in layout if name not in ("completions", *ANNOTATIONS)]
-    return {name: _value(record.get(name), name) for name in names}
+    values = {}
+    for name in layout:
+        if name != "completions" and name not in ANNOTATIONS:
+            values[name] = _value(record.get(name), name)
+    return values
 
 
-def _several(record: Mapping[str, Any], layout: tuple[str, ...]) -> list[Any]:
-    """The steps or completions in the column `completions`; empty if the layout has no such
-    column.
-    """
+def _several(record: Record, layout: tuple[str, ...]) -> list[object]:
+    """The steps or completions in the column `completions`; empty if the layout has none."""
     if "completions" not in layout:
         return []
-    several: Any = _list_of_text(record.get("completions"), "completions")
-    _require_type("'completions'", several, list, "a list")
+    written = _list_of_text(record.get("completions"), "completions")
+    several = _of_type(list, written, "'completions'", "a list")
     if not several:
         raise BadRow("empty", "'completions' is an empty list; fill it in or remove the row")
-    return list(several)
+    return several
 
 
 def _whole_text(values: Mapping[str, PlainOrChat]) -> PlainOrChat:
-    """The only value of a row, which holds prompt and completions: a text, or else a
-    conversation.
-    """
+    """The one value of a row that holds prompt and completions: a text, or a conversation."""
     ((name, value),) = values.items()
     if name == "text" and not isinstance(value, str):
         fix = "; name the column 'messages' if it holds messages"
@@ -253,20 +274,18 @@ def _whole_text(values: Mapping[str, PlainOrChat]) -> PlainOrChat:
 
 
 def _prompt_and_completions(
-    record: Mapping[str, Any],
+    record: Record,
     layout: tuple[str, ...],
     prompt: PlainOrChat | None,
     values: dict[str, PlainOrChat],
 ) -> tuple[PlainOrChat, tuple[PlainOrChat, ...]]:
-    """Check a prompt and its completions together; a pair without a prompt is split where the two
-    begin to differ.
-    """
+    """Check a prompt and its completions; split a pair without a prompt where the two differ."""
     if layout in PROMPTS:
         _check_prompt(prompt or "")
     every = values if prompt is None else {"prompt": prompt, **values}
-    if len({type(value) for value in every.values()}) > 1:
-        kinds = ", ".join(f"'{name}' is {_kind(value)}" for name, value in every.items())
-        raise BadRow("mixed", f"{kinds}; give all of them as text or all as messages")
+    if len(set(map(type, every.values()))) > 1:
+        kinds = [f"'{name}' is {_kind(value)}" for name, value in every.items()]
+        raise BadRow("mixed", f"{', '.join(kinds)}; give all of them as text or all as messages")
     if "chosen" in values and values["chosen"] == values["rejected"]:
         problem = "'chosen' and 'rejected' are identical, so there is no preference"
         raise BadRow("identical", f"{problem}; remove the row")
@@ -278,15 +297,24 @@ def _prompt_and_completions(
 
 
 def _with_one_prompt(values: dict[str, PlainOrChat]) -> dict[str, PlainOrChat]:
-    """A pair whose plain prompt, beside conversations, has become the user's message, or is gone,
-    as they begin with it; BadRow if they begin with another one."""
-    prompt, chosen, rejected = values.get("prompt"), values["chosen"], values["rejected"]
+    """Put the plain prompt of a pair of conversations into them, as the user's message.
+
+    UltraFeedback repeats the prompt: as text in its own column, and as the first message of both
+    conversations. Then the column is dropped.
+
+    Raises:
+        BadRow: if the two conversations begin with another prompt.
+    """
+    prompt = values.get("prompt")
+    chosen = values["chosen"]
+    rejected = values["rejected"]
     if not (isinstance(prompt, str) and isinstance(chosen, list) and isinstance(rejected, list)):
         return values
     if chosen and rejected and chosen[0]["role"] == rejected[0]["role"] == ASSISTANT:
         return {**values, "prompt": [{"role": "user", "content": prompt}]}
     shared = chosen[: common_prefix(chosen, rejected)]
     asked = {_words(message.get("content")) for message in shared if message["role"] == "user"}
+    # compared by words, as the two copies often differ in white space
     if prompt.strip() and chosen and rejected and _words(prompt) not in asked:
         problem = "'prompt' is no message of the user's that 'chosen' and 'rejected' share"
         fix = "leave it out (data: {path: ..., columns: [chosen, rejected]}), or correct it"
@@ -301,8 +329,11 @@ def _words(text: str | None) -> tuple[str, ...]:
 def _with_system(
     values: dict[str, PlainOrChat], of_row: str, of_all: str
 ) -> tuple[dict[str, PlainOrChat], bool]:
-    """Conversations that begin with the system message of their row, or else with the one
-    ``of_all`` rows; and whether they keep another one. Plain text gets none.
+    """Begin conversations with the system message of their row, or of all rows.
+
+    Returns:
+        The values, plain text as it was; and whether a conversation keeps another system message
+        than the one ``of_all`` rows.
 
     Raises:
         BadRow: if a conversation has a system message of its own, and its row has another one.
@@ -311,8 +342,11 @@ def _with_system(
         return values, False
     with_system = dict(values)
     keeps = bool(of_row and of_all and of_row != of_all)
-    has_chat_prompt = isinstance(values.get("prompt"), list)
-    for name in ["prompt"] if has_chat_prompt else list(values):
+    # A system message comes first: in the prompt, or where there is none, in each conversation.
+    beginnings = list(values)
+    if isinstance(values.get("prompt"), list):
+        beginnings = ["prompt"]
+    for name in beginnings:
         value = values[name]
         if not isinstance(value, list):
             continue
@@ -327,37 +361,49 @@ def _with_system(
     return with_system, keeps
 
 
-def without_invented(value: Any, kind: Any) -> Any:
-    """Drop the nulls of Arrow, which gives each struct the keys of all. ``kind`` is the feature;
-    nulls of JSON stay.
+def without_invented(value: object, kind: object) -> object:
+    """Drop the nulls that Arrow invents: it gives each struct the keys of all.
+
+    [{"a": 1}, {"b": 2}] comes back as [{"a": 1, "b": None}, {"a": None, "b": 2}].
+
+    Args:
+        kind: the feature of the value: a dict for a struct, `List` for a list. A feature `Json`
+            is neither, so nulls that JSON writes stay.
     """
     if isinstance(kind, dict) and isinstance(value, Mapping):
-        return {
-            name: without_invented(value[name], kind[name])
-            for name in kind
-            if value[name] is not None
-        }
+        present = {}
+        for name, inner in kind.items():
+            if value[name] is not None:
+                present[name] = without_invented(value[name], inner)
+        return present
     if isinstance(value, list) and hasattr(kind, "feature"):
         return [without_invented(item, kind.feature) for item in value]
     return value
 
 
-def read_number(value: Any, name: str) -> float:
-    """A finite number, or the text of one, as cells of a CSV are; BadRow if it is missing, NaN,
-    infinite, or another value."""
+def read_number(value: object, name: str) -> float:
+    """Read a finite number, or the text of one, which the cells of a CSV are.
+
+    Raises:
+        BadRow: if it is missing, NaN, infinite, or another value.
+    """
     number = number_of_text(value)
-    if not isinstance(number, int | float) or isinstance(number, bool) or not math.isfinite(number):
-        raise BadRow(
-            f"bad {name}",
-            f"'{name}' is {_shown(value)}, wanted a finite number; fix it or remove the row",
-        )
+    if not _is_number(number) or isinstance(number, bool) or not math.isfinite(number):
+        wanted = "wanted a finite number; fix it or remove the row"
+        raise BadRow(f"bad {name}", f"'{name}' is {_shown(value)}, {wanted}")
     return float(number)
 
 
-def _annotation(value: Any, name: str, count: int) -> float | bool | list[int] | list[float]:
-    """The label or score of a completion, or the labels or ranks of ``count`` steps or
-    completions.
-    """
+def _is_number(value: object) -> TypeGuard[float]:
+    """True for an int, a float, true and false."""
+    return isinstance(value, int | float)
+
+
+Annotation: TypeAlias = float | bool | list[int] | list[float]
+
+
+def _annotation(value: object, name: str, count: int) -> Annotation:
+    """Read the column of annotations: of one completion, or of ``count`` steps or completions."""
     if name == "score":
         return read_number(value, name)
     if name == "label":
@@ -366,18 +412,18 @@ def _annotation(value: Any, name: str, count: int) -> float | bool | list[int] |
     return _ranks(several) if name == "ranks" else _labels(several)
 
 
-def _label(value: Any) -> bool:
+def _label(value: object) -> bool:
     number = number_of_text(value)
-    if number not in (0, 1) or not isinstance(number, int | float):
+    if number not in (0, 1) or not _is_number(number):
         wanted = "wanted true or false (1 or 0); convert it or remove the row"
         raise BadRow("bad label", f"'label' is {_shown(value)}, {wanted}")
     return bool(number)
 
 
-def _one_for_each(value: Any, name: str, count: int) -> list[Any]:
+def _one_for_each(value: object, name: str, count: int) -> list[object]:
     """A list with one entry for each of ``count`` steps or completions."""
     kind = f"bad {name}"
-    unit = "step" if name == "labels" else "answer"
+    unit = "step" if name == "labels" else "completion"
     several = _list_of_text(value, name)
     if not isinstance(several, list):
         wanted = f"wanted a list with one for each {unit}"
@@ -388,67 +434,75 @@ def _one_for_each(value: Any, name: str, count: int) -> list[Any]:
     return several
 
 
-def _ranks(ranks: list[Any]) -> list[int]:
+def _ranks(ranks: list[object]) -> list[int]:
     """Places of completions, 0 the best, without ties."""
-    are_numbers = all(type(rank) in (int, float) for rank in ranks)
-    if len(ranks) < 2 or not are_numbers or sorted(ranks) != list(range(len(ranks))):
+    # True would pass for 1
+    numbers = [rank for rank in ranks if _is_number(rank) and not isinstance(rank, bool)]
+    is_complete = len(numbers) == len(ranks) and sorted(numbers) == list(range(len(ranks)))
+    if len(ranks) < 2 or not is_complete:
         wanted = "wanted each of 0 (best), 1, ... once, for at least two completions"
         fix = "break ties, number them so, or remove the row"
         raise BadRow("bad ranks", f"'ranks' is {ranks}, {wanted}; {fix}")
-    return [int(rank) for rank in ranks]  # where one row has a fraction, Arrow makes floats of all
+    # where one row has a fraction, Arrow makes floats of all
+    return [int(rank) for rank in numbers]
 
 
-def _labels(labels: list[Any]) -> list[float]:
+def _labels(labels: list[object]) -> list[float]:
     """Probabilities that steps are right."""
+    probabilities = []
     for number, label in enumerate(labels, 1):
-        if not isinstance(label, int | float) or not 0 <= label <= 1:
+        if not _is_number(label) or not 0 <= label <= 1:
             wanted = "wanted true, false, or a probability in [0, 1] that the step is right"
             found = f"label {number} of 'labels' is {_shown(label)}"
             raise BadRow("bad labels", f"{found}, {wanted}; convert it or remove the row")
-    return [float(label) for label in labels]
+        probabilities.append(float(label))
+    return probabilities
 
 
-def _steps(steps: list[Any]) -> tuple[str, ...]:
+def _steps(steps: list[object]) -> tuple[str, ...]:
+    texts = []
     for number, step in enumerate(steps, 1):
         at = f"step {number} of 'completions'"
-        _require_type(at, step, str, "text")
-        if not step.strip():
+        text = _of_type(str, step, at, "text")
+        if not text.strip():
             raise BadRow("empty", f"{at} is empty; remove it and its label, or remove the row")
-    return tuple(steps)
+        texts.append(text)
+    return tuple(texts)
 
 
-def _value(value: Any, name: str) -> PlainOrChat:
+def _value(value: object, name: str) -> PlainOrChat:
     if value is None:
         raise BadRow("missing", f"'{name}' is missing; fill it in or remove the row")
-    if name in ("messages", "conversations") and isinstance(value, str) and value.startswith("["):
+    # a plain prompt may begin with a bracket, too
+    holds_conversation = name in ("messages", "conversations")
+    if holds_conversation and isinstance(value, str) and value.startswith("["):
         value = _from_json(value, f"'{name}'")
     if isinstance(value, list):
-        return [
-            _message(message, f"'{name}' message {number}")
-            for number, message in enumerate(value, 1)
-        ]
-    _require_type(f"'{name}'", value, str, "text or a list of {role, content}")
-    return str(value)
+        messages = []
+        for number, message in enumerate(value, 1):
+            messages.append(_message(message, f"'{name}' message {number}"))
+        return messages
+    return _of_type(str, value, f"'{name}'", "text or a list of {role, content}")
 
 
-def _message(record: Any, at: str) -> Message:
-    """A message of TRL's, OpenAI's or ShareGPT's as {role, content, ...}, where ``tool_calls`` and
-    ``train`` are known.
+def _message(record: object, at: str) -> Message:
+    """Read a message of TRL's, OpenAI's or ShareGPT's as {role, content, ...}.
+
+    Its keys `tool_calls` and `train` are checked, too; all others are the chat template's.
 
     Args:
         at: names the message in errors.
     """
-    _require_type(at, record, Mapping, "{role, content}")
+    written = _mapping(record, at, "{role, content}")
     # Arrow gives every message the keys of all others.
-    message: Message = {key: value for key, value in record.items() if value is not None}
+    message: Message = {key: value for key, value in written.items() if value is not None}
     if "from" in message and "role" not in message:  # ShareGPT
         message = {"role": message.pop("from"), "content": message.pop("value", None), **message}
     sender = message.get("role")
     role = SHAREGPT_ROLES.get(str(sender), sender)
     if role not in ROLES:
-        raise BadRow(
-            "roles", f"{at} has the role {role!r}, wanted one of {', '.join(ROLES)}; rename it"
-        )
+        wanted = f"wanted one of {', '.join(ROLES)}; rename it"
+        raise BadRow("roles", f"{at} has the role {role!r}, {wanted}")
     message["role"] = role
     content = message.get("content")
     call = message.pop("function_call", None)
@@ -463,7 +517,7 @@ def _message(record: Any, at: str) -> Message:
     return message
 
 
-def _set_content(message: Message, content: Any, calls: Any, at: str) -> None:
+def _set_content(message: Message, content: object, calls: object, at: str) -> None:
     """Set text and tool calls of a message.
 
     Args:
@@ -472,15 +526,18 @@ def _set_content(message: Message, content: Any, calls: Any, at: str) -> None:
     """
     if content is None and not calls:
         raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
+    where = f"the content of {at}"
     if isinstance(content, list):
-        content = "".join(_text_part(part, f"the content of {at}") for part in content)
+        texts = [_text_part(part, where) for part in content]
+        content = "".join(texts)
         message["content"] = content
     if content is not None:
-        _require_type(f"the content of {at}", content, str, "text")
+        content = _of_type(str, content, where, "text")
     if calls:
-        _require_type(f"'tool_calls' of {at}", calls, list, "a list")
+        # templates add to the content, which None would break
         message["content"] = content or ""
-        message["tool_calls"] = [_tool_call(call, at) for call in calls]
+        listed = _of_type(list, calls, f"'tool_calls' of {at}", "a list")
+        message["tool_calls"] = [_tool_call(call, at) for call in listed]
 
 
 def _set_trained(message: Message, at: str) -> None:
@@ -493,43 +550,45 @@ def _set_trained(message: Message, at: str) -> None:
     for name in given:
         train = message.pop(name)
         if train not in (0, 1) or (train and not is_assistant):
-            only = f"none, as only the {ASSISTANT} is trained"
-            wanted = "true or false (1 or 0)" if is_assistant else only
-            raise BadRow(
-                f"bad {name}",
-                f"'{name}' of {at} is {train!r}, wanted {wanted}; correct or remove it",
-            )
+            wanted = "true or false (1 or 0)"
+            if not is_assistant:
+                wanted = f"none, as only the {ASSISTANT} is trained"
+            problem = f"'{name}' of {at} is {train!r}, wanted {wanted}"
+            raise BadRow(f"bad {name}", f"{problem}; correct or remove it")
         message["train"] = bool(train)
 
 
-def _text_part(part: Any, at: str) -> str:
+def _text_part(part: object, at: str) -> str:
+    """The text of {type: text, text: ...}; BadRow for an image or another part."""
     kind = _kind(part)
     if isinstance(part, Mapping):
-        if part.get("type") == "text" and isinstance(part.get("text"), str):
-            return str(part["text"])
+        text = part.get("text")
+        if part.get("type") == "text" and isinstance(text, str):
+            return text
         kind = repr(part.get("type"))
-    raise BadRow(
-        "not text", f"{at} has a part of the type {kind}, wanted text; convert it or remove the row"
-    )
+    problem = f"{at} has a part of the type {kind}, wanted text"
+    raise BadRow("not text", f"{problem}; convert it or remove the row")
 
 
-def _tool_call(call: Any, at: str) -> Message:
-    """As {type, function: {name, arguments}} with arguments by name, which templates want; OpenAI's
-    are JSON.
+def _tool_call(call: object, at: str) -> Message:
+    """Write a call as {type, function: {name, arguments}} with the arguments by name.
+
+    Templates want a mapping of arguments; OpenAI's messages have JSON in a text.
     """
-    _require_type(f"a tool call of {at}", call, Mapping, "a mapping")
-    call = call if call.get("function") else {"type": "function", "function": call}
+    given = _mapping(call, f"a tool call of {at}", "a mapping")
+    if not given.get("function"):
+        given = {"type": "function", "function": given}
+    function = _mapping(given["function"], f"'function' of a tool call of {at}", "a mapping")
     name = f"'arguments' of a tool call of {at}"
-    arguments = _from_json(call["function"].get("arguments"), name) or {}
-    _require_type(name, arguments, Mapping, "a mapping of names to values")
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+    written = _from_json(function.get("arguments"), name) or {}
+    arguments = _mapping(written, name, "a mapping of names to values")
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 def _check_prompt(prompt: PlainOrChat) -> None:
     if not prompt:
-        raise BadRow(
-            "no prompt", "'prompt' is empty, so nothing predicts the first token; fill it in"
-        )
+        problem = "'prompt' is empty, so nothing predicts the first token"
+        raise BadRow("no prompt", f"{problem}; fill it in")
     if isinstance(prompt, str):
         return
     role = prompt[-1]["role"]
@@ -538,10 +597,8 @@ def _check_prompt(prompt: PlainOrChat) -> None:
         wanted = "wanted a user's or a tool's, which is to be answered; add it, or remove what comes after it"
         raise BadRow("roles", f"'prompt' ends with a message of the role {role}, {wanted}")
     if role == "user" and not content.strip():
-        raise BadRow(
-            "empty",
-            f"'prompt' message {len(prompt)}, the user's, is empty; fill it in or remove the row",
-        )
+        problem = f"'prompt' message {len(prompt)}, the user's, is empty"
+        raise BadRow("empty", f"{problem}; fill it in or remove the row")
 
 
 def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> None:
@@ -550,43 +607,47 @@ def _check_completion(name: str, prompt: PlainOrChat, value: PlainOrChat) -> Non
         raise BadRow("empty", f"'{name}' {problem}; fill it in or remove the row")
     if isinstance(value, str):
         return
-    all_roles = [message["role"] for message in (*prompt, *value)]
-    roles = all_roles[len(prompt) :]
-    first, last = roles[0], roles[-1]
-    problems = {
-        ": a system message comes later than first; move it to the start": {"system", "developer"}
-        & {*all_roles[1:]},
-        " has no assistant message, so there is nothing to learn; add it or remove the row": ASSISTANT
-        not in roles,
-        f" ends with a {last} message, wanted the assistant's; remove what is unanswered": last
-        != ASSISTANT,
-        f" begins with a {first} message, wanted the assistant's; move it to the prompt": prompt
-        and first != ASSISTANT,
-        " begins with the assistant, wanted a prompt before it; add one or remove the row": all_roles[
-            0
-        ]
-        == ASSISTANT,
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise BadRow("roles", f"'{name}'{problem}")
+    before = [message["role"] for message in prompt if isinstance(message, dict)]
+    problem = _problem_of_roles(before, [message["role"] for message in value])
+    if problem:
+        raise BadRow("roles", f"'{name}'{problem}")
     for number, message in enumerate(value, 1):
         says = any(message.get(key) for key in ("content", "tool_calls", *REASONING))
         if message["role"] == ASSISTANT and not says:
-            raise BadRow(
-                "empty", f"'{name}' message {number} is empty; fill it in or remove the row"
-            )
+            problem = f"'{name}' message {number} is empty"
+            raise BadRow("empty", f"{problem}; fill it in or remove the row")
+
+
+def _problem_of_roles(before: list[str], roles: list[str]) -> str:
+    """Say what is wrong with the order of roles in a completion; empty if nothing is.
+
+    Args:
+        before: the roles in the prompt; none if the completion is the whole conversation.
+    """
+    every = [*before, *roles]
+    first = roles[0]
+    last = roles[-1]
+    if "system" in every[1:] or "developer" in every[1:]:
+        return ": a system message comes later than first; move it to the start"
+    if ASSISTANT not in roles:
+        return " has no assistant message, so there is nothing to learn; add it or remove the row"
+    if last != ASSISTANT:
+        return f" ends with a {last} message, wanted the assistant's; remove what is unanswered"
+    if before and first != ASSISTANT:
+        return f" begins with a {first} message, wanted the assistant's; move it to the prompt"
+    if every[0] == ASSISTANT:
+        return " begins with the assistant, wanted a prompt before it; add one or remove the row"
+    return ""
 
 
 def _split_shared(
-    record: Mapping[str, Any], chosen: PlainOrChat, rejected: PlainOrChat
+    record: Record, chosen: PlainOrChat, rejected: PlainOrChat
 ) -> tuple[PlainOrChat, dict[str, PlainOrChat]]:
-    """The prompt that chosen and rejected share: whole messages, or characters up to a space, as
-    TRL splits them.
-    """
+    """Split the shared prompt from a pair: whole messages, or characters up to a space, as TRL."""
     shared = common_prefix(chosen, rejected)
-    # leave each something
-    if shared and (shared == min(len(chosen), len(rejected)) or chosen[shared - 1] == " "):
+    is_whole = shared == min(len(chosen), len(rejected))  # a completion would be left empty
+    # tokenizers have the space at the beginning of a word, so it belongs to the completion
+    if shared and (is_whole or chosen[shared - 1] == " "):
         shared -= 1
     if not shared:
         fix = _renaming(PREFERENCE[0], record) or "give the 'prompt' in a column of its own"
@@ -594,7 +655,7 @@ def _split_shared(
     return chosen[:shared], {"chosen": chosen[shared:], "rejected": rejected[shared:]}
 
 
-def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """Number of entries that two sequences share at their beginning."""
     for position, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
@@ -602,21 +663,22 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     return min(len(a), len(b))
 
 
-def _template_options(record: Mapping[str, Any]) -> dict[str, Any]:
+def _template_options(record: Record) -> dict[str, object]:
+    """The arguments that a row gives the chat template: its tools, and others by name."""
     tools = _from_json(record.get("tools"), "'tools'")
-    options = record.get("chat_template_kwargs") or {}
-    if isinstance(options, str) and options.lstrip().startswith("{"):
-        options = _from_json(options, "'chat_template_kwargs'")
     if tools is not None:
-        _require_type("'tools'", tools, list, "a list of JSON schemas", fix="convert it")
-    _require_type(
-        "'chat_template_kwargs'", options, Mapping, "a mapping of names to values", fix="convert it"
-    )
+        tools = _of_type(list, tools, "'tools'", "a list of JSON schemas", fix="convert it")
+    name = "'chat_template_kwargs'"
+    written = record.get("chat_template_kwargs") or {}
+    if isinstance(written, str) and written.lstrip().startswith("{"):
+        written = _from_json(written, name)
+    options = _mapping(written, name, "a mapping of names to values", fix="convert it")
     given = {key: value for key, value in options.items() if value is not None}
+    # some templates ask `tools is not none`, and would begin a list of no tools
     return {"tools": tools or None, **given}
 
 
-def number_of_text(value: Any) -> Any:
+def number_of_text(value: object) -> object:
     """The number, or the true or false, that a text writes; any other value as it is."""
     if not isinstance(value, str):
         return value
@@ -629,47 +691,76 @@ def number_of_text(value: Any) -> Any:
         return value
 
 
-def _list_of_text(value: Any, name: str) -> Any:
-    """The list that a text writes as JSON, in which True and False may have capitals; any other
-    value as it is.
-    """
+def _list_of_text(value: object, name: str) -> object:
+    """The list that a text writes as JSON, such as a cell of a CSV; any other value as it is."""
     if not (isinstance(value, str) and value.lstrip().startswith("[")):
         return value
+    # labels may be written as Python writes them: [True, False]
     text = value if name == "completions" else value.lower()
     return _from_json(text, f"'{name}'")
 
 
-def _from_json(value: Any, at: str) -> Any:
-    """A value, which text holds as JSON; None for no text."""
+def _from_json(value: object, at: str) -> object:
+    """The value that a text holds as JSON; None for an empty text; any other value as it is."""
     if not isinstance(value, str):
         return value
     if not value.strip():
         return None
     try:
-        return json.loads(value)
+        parsed: object = json.loads(value)
     except json.JSONDecodeError as error:
         raise BadRow("not text", f"{at} is not JSON: {error}; fix it or remove the row") from None
+    return parsed
 
 
-def _require_type(
-    at: str, value: Any, kind: type, wanted: str, fix: str = "convert it or remove the row"
-) -> None:
+def _of_type(
+    kind: type[Checked],
+    value: object,
+    at: str,
+    wanted: str,
+    fix: str = "convert it or remove the row",
+) -> Checked:
+    """Return a value of this type; BadRow if it is of another.
+
+    Args:
+        at: names the value in the message.
+        wanted: the type, in the words of the message.
+    """
     if not isinstance(value, kind):
-        raise BadRow("not text", f"{at} is {_kind(value)}, wanted {wanted}; {fix}")
+        raise _wrong_type(value, at, wanted, fix)
+    return value
 
 
-def _shown(value: Any) -> str:
+def _mapping(
+    value: object, at: str, wanted: str, fix: str = "convert it or remove the row"
+) -> Record:
+    """Return a mapping; BadRow if the value is of another type."""
+    if not isinstance(value, Mapping):
+        raise _wrong_type(value, at, wanted, fix)
+    return value
+
+
+def _wrong_type(value: object, at: str, wanted: str, fix: str) -> BadRow:
+    return BadRow("not text", f"{at} is {_kind(value)}, wanted {wanted}; {fix}")
+
+
+def _shown(value: object) -> str:
     return "missing" if value is None else repr(value)
 
 
-def _kind(value: Any) -> str:
-    names = {
-        str: "text",
-        list: "a list",
-        dict: "a mapping",
-        type(None): "missing",
-        bool: "true or false",
-    }
-    if type(value) in names:
-        return names[type(value)]
-    return f"a number ({value!r})" if isinstance(value, int | float) else type(value).__name__
+_KINDS = {
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+    type(None): "missing",
+    bool: "true or false",
+}
+
+
+def _kind(value: object) -> str:
+    """What a message calls the type of a value, in words of JSON."""
+    if type(value) in _KINDS:
+        return _KINDS[type(value)]
+    if isinstance(value, int | float):
+        return f"a number ({value!r})"
+    return type(value).__name__

@@ -1,23 +1,22 @@
-"""One row as an example: one prompt and its completions as token ids, the trained ones, truncated
-to `max_length`.
-"""
+"""One row as an example: token ids of a prompt and its completions, cut to `max_length`."""
 
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from .chat import Encoder
-from .columns import BadRow, Message, ParsedRow
+from .columns import Annotation, BadRow, Message, ParsedRow
 
 TrainOn = Literal["auto", "assistant", "completion", "all"]
 
 
 class Example(NamedTuple):
-    """One prompt and its completions: one for SFT, two (chosen, rejected) for a pair, G for a
-    group.
+    """One prompt and its completions: one for SFT, two (chosen, rejected) for a pair, G for a group.
+
+    The example of "2+2=" with the completion " 4</s>" is ([17, 10, 17, 28], [[220, 19, 2]],
+    [[True, True, True]]).
 
     ``prompt`` holds at least one token, because the first token of a completion is predicted from
     the last of the prompt. ``trained[i][t]`` is true where token ``t`` of completion ``i`` carries
@@ -55,7 +54,7 @@ class Tokenization:
     truncation: Literal["keep_start", "keep_end", "error"] | None = None
     on_bad_row: Literal["error", "skip"] = "error"
     chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
     processes: int | None = None
     cached: bool = True
 
@@ -72,41 +71,40 @@ class Tokenization:
             raise ValueError(f"on_bad_row: wanted error or skip, got {self.on_bad_row!r}")
 
     def excess(self, example: Example) -> int:
-        """The number of tokens beyond the limit; BadRow if there are some and nothing may be
-        cut.
-        """
+        """Count the tokens beyond the limit; BadRow if there are some and nothing may be cut."""
         length = len(example.prompt) + max(map(len, example.completions))
         if self.max_length is None or length <= self.max_length:
             return 0
         if self.truncation == "error":
-            fix = (
-                "raise max_length, choose the truncation keep_start or keep_end, or remove the row"
-            )
-            raise BadRow("too long", f"{length} tokens and max_length is {self.max_length}; {fix}")
+            fix = "raise max_length, choose the truncation keep_start or keep_end"
+            problem = f"{length} tokens and max_length is {self.max_length}"
+            raise BadRow("too long", f"{problem}; {fix}, or remove the row")
         return length - self.max_length
 
     def refuse(
         self, kind: str, problem: str, consequence: str = "nothing is left to train on"
     ) -> BadRow:
-        limit = f"max_length is {self.max_length}"
-        return BadRow(
-            kind, f"{problem} and {limit}, so {consequence}; raise max_length or remove the row"
-        )
+        """Make the error for a row of which `max_length` leaves too little."""
+        reason = f"{problem} and max_length is {self.max_length}, so {consequence}"
+        return BadRow(kind, f"{reason}; raise max_length or remove the row")
 
 
 class EncodedExample(NamedTuple):
     """An example and its notes.
 
-    ``truncated``: `max_length` cut it; ``shortened``: its prompt lost its end to the completions;
-    ``annotation``: its label, score, ranks or step labels; ``digests``: a name of its row's
-    contents, and the name of a row that would contradict it; ``ends``: the tokens that end its
-    completions before `max_length` cuts them, or would end a completion of its prompt.
+    Attributes:
+        truncated: `max_length` cut it.
+        shortened: its prompt lost its end to the completions.
+        annotation: its label, score, ranks or step labels.
+        digests: a name of its row's contents, and the name of a row that would contradict it.
+        ends: the tokens that end its completions before `max_length` cuts them, or would end a
+            completion of its prompt.
     """
 
     example: Example
     truncated: bool = False
     shortened: bool = False
-    annotation: Any = None
+    annotation: Annotation | None = None
     digests: tuple[int, ...] = ()
     ends: tuple[int, ...] = ()
 
@@ -114,27 +112,25 @@ class EncodedExample(NamedTuple):
 def demonstration(
     row: ParsedRow, encoder: Encoder, *, train_on: TrainOn, limit: Tokenization
 ) -> list[EncodedExample]:
-    """One completion of one prompt, as `encode_supervised` describes it, in one or more
-    examples.
-    """
+    """One completion of one prompt, as `encode_supervised` describes it: one example or more."""
     encoded = []
     beyond = 0  # tokens before the first trained one of an example that is cut off whole
     for tokens, mask, shortened in _supervised_tokens(row, encoder, train_on):
         full = _sequence(tokens, mask)
         if full is None:
-            raise BadRow(
-                "empty", "no token is left to train on; give it an answer or remove the row"
-            )
+            problem = "no token is left to train on"
+            raise BadRow("empty", f"{problem}; give it a completion or remove the row")
         excess = limit.excess(full)
         ids = full.prompt + full.completions[0]
         trained = [False] * len(full.prompt) + full.trained[0]
-        kept = slice(len(ids) - excess) if limit.truncation == "keep_start" else slice(excess, None)
+        kept = slice(excess, None)
+        if limit.truncation == "keep_start":
+            kept = slice(len(ids) - excess)
+        # Prompt and completion are told apart again: the cut may have taken the first turn.
         cut = _sequence(ids[kept], trained[kept])
         if cut is not None:
             ends = tuple(encoder.end_tokens(tokens, mask))
-            encoded.append(
-                EncodedExample(cut, truncated=excess > 0, shortened=shortened, ends=ends)
-            )
+            encoded.append(EncodedExample(cut, excess > 0, shortened, ends=ends))
         elif not beyond:
             beyond = len(full.prompt)
     if not encoded:
@@ -151,81 +147,80 @@ def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Enc
     ends: tuple[int, ...] = ()
     if isinstance(row.prompt, str):
         prompt = encoder.plain(row.prompt)
-        if (
-            prompt
-            and prompt[-1] == encoder.tokenizer.eos_token_id
-            and prompt[-1] != encoder.tokenizer.bos_token_id
-        ):
-            prompt.pop()  # some tokenizers end every text, and this one goes on
+        bos = encoder.tokenizer.bos_token_id
+        eos = encoder.tokenizer.eos_token_id
+        # Some tokenizers (T5's) end every text, and this one goes on. Where BOS and EOS are one
+        # token (GPT-2's), it begins an empty prompt, and stays.
+        if prompt and prompt[-1] == eos and prompt[-1] != bos:
+            prompt.pop()
     else:
         prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
         ends = tuple(encoder.reply_end)
     if not prompt:
-        problem = "the prompt has no tokens, so nothing predicts the first one of an answer"
+        problem = "the prompt has no tokens, so nothing predicts the first one of a completion"
         raise BadRow("no prompt", f"{problem}; fill it in")
     excess = limit.excess(Example(prompt, [[]], [[]]))
-    if excess:
-        prompt = prompt[: limit.max_length] if limit.truncation == "keep_start" else prompt[excess:]
+    if excess and limit.truncation == "keep_start":
+        prompt = prompt[: limit.max_length]
+    elif excess:
+        prompt = prompt[excess:]
     return EncodedExample(Example(prompt, [], []), truncated=excess > 0, ends=ends)
 
 
 def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
-    """One or more completions of one prompt; no two may be the same. Only the assistant's tokens
-    are trained.
-    """
+    """One or more completions of one prompt, no two the same; the assistant's tokens are trained."""
     assert row.prompt is not None
     prompt, completions, masks, shortened = encoder.continuations(
         row.prompt, row.completions, row.template_options
     )
     if not prompt:
-        # The first token is predicted from the one before: without a prompt, one which all
-        # completions begin with.
-        if len({tuple(completion[:1]) for completion in completions}) > 1:
-            raise BadRow(
-                "no prompt",
-                "the prompt is empty, so nothing predicts the first token; give a prompt",
-            )
+        # The first token is predicted from the one before: without a prompt, from the token that
+        # all completions begin with, such as BOS.
+        first_tokens = {tuple(completion[:1]) for completion in completions}
+        if len(first_tokens) > 1:
+            problem = "the prompt is empty, so nothing predicts the first token"
+            raise BadRow("no prompt", f"{problem}; give a prompt")
         prompt = completions[0][:1]
         completions = [completion[1:] for completion in completions]
         masks = [mask[1:] for mask in masks]
     if not all(completions):
-        raise BadRow("empty", "an answer has no tokens of its own; fill it in or remove the row")
+        problem = "a completion has no tokens of its own"
+        raise BadRow("empty", f"{problem}; fill it in or remove the row")
     if _repeats(completions):
-        raise BadRow(
-            "identical",
-            "two completions have the same tokens, so neither is preferred; remove the row",
-        )
+        problem = "two completions have the same tokens, so neither is preferred"
+        raise BadRow("identical", f"{problem}; remove the row")
     full = Example(prompt, completions, masks)
+    # before the cut: a completion that is cut has no end
     ends = set().union(*map(encoder.end_tokens, completions, masks))
     excess = limit.excess(full)
     cut = _cut(full, excess, limit)
     if excess and _repeats(cut.completions):
         raise _identical_after_truncation(limit)
-    return EncodedExample(
-        cut, truncated=excess > 0, shortened=shortened, annotation=row.annotation, ends=tuple(ends)
-    )
+    return EncodedExample(cut, excess > 0, shortened, row.annotation, ends=tuple(ends))
 
 
 def pair(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
     """Two completions of one prompt, the chosen one first, as `encode_preference` describes it."""
     encoded = completed(row, encoder, limit=limit)
     prompt, (chosen, rejected), _ = encoded.example
-    return encoded._replace(
-        digests=(_digest(prompt, chosen, rejected), _digest(prompt, rejected, chosen))
-    )
+    statement = _digest(prompt, chosen, rejected)
+    contradiction = _digest(prompt, rejected, chosen)
+    return encoded._replace(digests=(statement, contradiction))
 
 
 def unpaired(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> list[EncodedExample]:
     """Each completion an example, desirable or not, as `encode_unpaired` describes it."""
-    desirable = [row.annotation] if len(row.completions) == 1 else [True, False]
+    desirable = [True, False]  # of a preference pair
+    if len(row.completions) == 1:
+        desirable = [bool(row.annotation)]
     examples = []
     for text, good in zip(row.completions, desirable, strict=True):
-        encoded = completed(
-            replace(row, completions=(text,), annotation=good), encoder, limit=limit
-        )
+        alone = replace(row, completions=(text,), annotation=good)
+        encoded = completed(alone, encoder, limit=limit)
         prompt, (completion,), _ = encoded.example
-        digests = _digest(prompt, completion, [good]), _digest(prompt, completion, [not good])
-        examples.append(encoded._replace(digests=digests))
+        statement = _digest(prompt, completion, [good])
+        contradiction = _digest(prompt, completion, [not good])
+        examples.append(encoded._replace(digests=(statement, contradiction)))
     if len(examples) > 1 and examples[0].example == examples[1].example:
         raise _identical_after_truncation(limit)
     return examples
@@ -240,37 +235,46 @@ def stepwise(
     limit: Tokenization,
 ) -> EncodedExample:
     """The steps of one solution as one completion, and a label for each trained token."""
+    assert isinstance(row.annotation, list)
     full = solution(row, encoder, separator=separator)
-    labels = list(row.annotation)
+    labels: list[float] = [*row.annotation]
     excess = limit.excess(full)
     cut = _cut(full, excess, limit)
     if excess and limit.truncation == "keep_start":
-        labels = labels[: sum(cut.trained[0])]
+        whole_steps = sum(cut.trained[0])  # their ends are left
+        labels = labels[:whole_steps]
         if not labels:
             first = len(full.prompt) + full.trained[0].index(True) + 1
-            raise limit.refuse(
-                "no step left",
-                f"the first step ends at token {first}",
-                "no label is left to train on",
-            )
-        # of the last whole step
-        end = max(position for position, train in enumerate(cut.trained[0]) if train) + 1
+            problem = f"the first step ends at token {first}"
+            raise limit.refuse("no step left", problem, "no label is left to train on")
+        # Nothing reads the tokens of the step that was cut in the middle.
+        end = _last(cut.trained[0]) + 1
         cut = Example(cut.prompt, [cut.completions[0][:end]], [cut.trained[0][:end]])
     if train_on_last_step_only:
         if len(labels) < len(row.annotation):
             problem = f"the last step, the only one to train on, ends beyond max_length={limit.max_length}"
             raise BadRow("last step too far", f"{problem}; raise max_length or remove the row")
         labels = labels[-1:]
-        cut = cut._replace(trained=[[False] * (len(cut.completions[0]) - 1) + [True]])
+        cut = cut._replace(trained=[_only_last(cut.completions[0])])
     return EncodedExample(cut, truncated=excess > 0, annotation=labels)
 
 
-def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
-    """The steps of one solution as one completion, trained at the last token of each: there its
-    label or score is.
+def _last(trained: list[bool]) -> int:
+    """The position of the last trained token."""
+    return len(trained) - 1 - trained[::-1].index(True)
 
-    Each step and each separator is tokenized alone, as TRL did before 1.0, so that no token spans
-    the end of a step; a plain prompt begins with the BOS token where there is one.
+
+def _only_last(ids: list[int]) -> list[bool]:
+    """A mask of tokens that is true at the last."""
+    return [False] * (len(ids) - 1) + [True]
+
+
+def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
+    """Join the steps of one solution to one completion, trained at the last token of each step.
+
+    There its label or score is. Each step and each separator is tokenized alone, as TRL did before
+    1.0, so that no token spans the end of a step; a plain prompt begins with the BOS token where
+    there is one.
     """
     assert row.prompt is not None
     if isinstance(row.prompt, str):
@@ -281,35 +285,33 @@ def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
     else:
         prompt = encoder.chat(row.prompt, row.template_options, generation_prompt=True)
     if not prompt:
-        raise BadRow(
-            "no prompt",
-            "the prompt is empty and there is no BOS token to put in its place; give a prompt",
-        )
+        problem = "the prompt is empty and there is no BOS token to put in its place"
+        raise BadRow("no prompt", f"{problem}; give a prompt")
     end = encoder.bare(separator)
     if not end:
-        raise ValueError(
-            f"separator: wanted text that the tokenizer has a token for, got {separator!r}"
-        )
-    steps = [encoder.bare(str(step)) + end for step in row.completions]
-    ends = [[False] * (len(step) - 1) + [True] for step in steps]
-    return Example(prompt, [list(chain(*steps))], [list(chain(*ends))])
+        wanted = "wanted text that the tokenizer has a token for"
+        raise ValueError(f"separator: {wanted}, got {separator!r}")
+    completion: list[int] = []
+    trained: list[bool] = []
+    for step in row.completions:
+        ids = encoder.bare(str(step)) + end
+        completion += ids
+        trained += _only_last(ids)
+    return Example(prompt, [completion], [trained])
 
 
 def _supervised_tokens(
     row: ParsedRow, encoder: Encoder, train_on: TrainOn
 ) -> list[tuple[list[int], list[bool], bool]]:
-    """Token ids, which of them are trained, and whether a prompt lost its end: of one example or
-    several.
-    """
+    """For each example its tokens, which of them are trained, and whether a prompt lost its end."""
     (text,) = row.completions
     before = row.prompt if isinstance(row.prompt, list) else []
     if train_on == "auto":
         train_on = _default_train_on(row.prompt, text)
     if train_on == "assistant":
         if isinstance(text, str):
-            raise ValueError(
-                "train_on='assistant' wants conversations, got plain text; choose 'completion' or 'all'"
-            )
+            wanted = "train_on='assistant' wants conversations, got plain text"
+            raise ValueError(f"{wanted}; choose 'completion' or 'all'")
         return encoder.assistant([*before, *text], row.template_options, start=len(before))
     if train_on == "all":
         if isinstance(text, str):
@@ -318,9 +320,8 @@ def _supervised_tokens(
             ids = encoder.chat([*before, *text], row.template_options)
         return [(ids, [True] * len(ids), False)]
     if row.prompt is None:
-        raise ValueError(
-            "train_on='completion' wants the columns prompt and completion; choose 'assistant' or 'all'"
-        )
+        wanted = "train_on='completion' wants the columns prompt and completion"
+        raise ValueError(f"{wanted}; choose 'assistant' or 'all'")
     prompt, (completion,), (mask,), shortened = encoder.continuations(
         row.prompt, [text], row.template_options
     )
@@ -330,14 +331,16 @@ def _supervised_tokens(
 def _default_train_on(
     prompt: str | list[Message] | None, completion: str | list[Message]
 ) -> TrainOn:
+    """What "auto" is for these values: see `encode_supervised`."""
     if isinstance(completion, list) and (prompt is None or len(completion) > 1):
         return "assistant"
     return "all" if prompt is None else "completion"
 
 
 def _sequence(ids: list[int], trained: list[bool]) -> Example | None:
-    """The prompt ends before the first trained token, and has one token at least; the completion
-    ends with the last.
+    """Split tokens before the first trained one, and end them with the last; None if none is.
+
+    The prompt has one token at least: a trained first token, which nothing predicts, is in it.
     """
     targets = [position for position, train in enumerate(trained) if train and position]
     if not targets:
@@ -361,17 +364,15 @@ def _cut(full: Example, excess: int, limit: Tokenization) -> Example:
         return Example(full.prompt, completions, trained)
     if excess >= len(full.prompt):
         longest = max(map(len, full.completions))
-        raise limit.refuse(
-            "answer too long", f"an answer has {longest} tokens", "nothing is left of the prompt"
-        )
+        problem = f"a completion has {longest} tokens"
+        raise limit.refuse("completion too long", problem, "nothing is left of the prompt")
     return full._replace(prompt=full.prompt[excess:])
 
 
 def _identical_after_truncation(limit: Tokenization) -> BadRow:
-    problem = (
-        f"two completions differ only beyond max_length={limit.max_length}, so neither is preferred"
-    )
-    return BadRow("identical after truncation", f"{problem}; raise max_length or remove the row")
+    problem = f"two completions differ only beyond max_length={limit.max_length}"
+    fix = "raise max_length or remove the row"
+    return BadRow("identical after truncation", f"{problem}, so neither is preferred; {fix}")
 
 
 def _repeats(completions: Sequence[list[int]]) -> bool:
@@ -382,7 +383,8 @@ def _digest(*parts: Sequence[int]) -> int:
     """Name the contents of a row, so that contradictions are found without holding their tokens."""
     numbers = array("q")
     for part in parts:
-        numbers.append(len(part))
+        numbers.append(len(part))  # or [1, 2], [3] would be as [1], [2, 3]
         numbers.extend(part)
+    # 8 bytes fit an int64 of Arrow; two of a million rows share one with a chance of 3e-8
     digest = hashlib.blake2b(numbers.tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)

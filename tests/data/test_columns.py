@@ -497,7 +497,7 @@ def test_ranks_are_a_permutation(ranks) -> None:
         (
             {"ranks": [0]},
             RANKING[0],
-            "'completions' has 2 answers and 'ranks' has 1; give each answer one",
+            "'completions' has 2 completions and 'ranks' has 1; give each completion one",
         ),
         (
             {"completions": ["a"], "ranks": [0]},

@@ -132,7 +132,7 @@ def test_an_answer_of_several_turns_that_is_no_single_text_cannot_be_in_a_pair(
     pair = {"prompt": [USER], "chosen": [thought, USER, ANSWER], "rejected": [ANSWER]}
     with pytest.raises(
         DataError,
-        match=r"row 1: the chat template renders turns of an answer in another way.*row of",
+        match=r"row 1: the chat template renders turns of a completion in another way.*row of",
     ):
         encode_preference([pair], byte_tokenizer("forgets_thinking"))
     dataset, accounting = encode_supervised(

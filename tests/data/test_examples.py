@@ -204,8 +204,8 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
         (
             ParsedRow("pp", ("aaaa", "b")),
             Tokenization(5, "keep_end"),
-            "answer too long",
-            "an answer has 5 tokens and max_length is 5",
+            "completion too long",
+            "a completion has 5 tokens and max_length is 5",
         ),
         (
             ParsedRow("pp", ("aaab", "aaac")),
@@ -217,7 +217,7 @@ def test_the_answers_of_a_conversation_that_max_length_reaches_are_trained(encod
             ParsedRow("", ("<eos>", "<eos>x")),
             ANYTHING,
             "empty",
-            "an answer has no tokens of its own",
+            "a completion has no tokens of its own",
         ),
         (
             ParsedRow("pp", ("a", "a<eos>")),
@@ -242,7 +242,7 @@ def test_an_answer_that_the_template_leaves_out_is_empty(byte_tokenizer, field) 
         byte_tokenizer(),
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
     )
-    with pytest.raises(BadRow, match="the chat template leaves nothing of an answer") as caught:
+    with pytest.raises(BadRow, match="the chat template leaves nothing of a completion") as caught:
         if field == "pair":
             pair(ParsedRow([USER], ([ANSWER], [ANSWER | {"content": "b"}])), silent, limit=ANYTHING)
         else:
@@ -408,8 +408,8 @@ def test_the_last_step_alone_can_be_trained(encoder) -> None:
         (
             Tokenization(8, "keep_end"),
             {},
-            "answer too long",
-            "an answer has 8 tokens and max_length is 8",
+            "completion too long",
+            "a completion has 8 tokens and max_length is 8",
         ),
         (Tokenization(10, "error"), {}, "too long", "11 tokens and max_length is 10"),
         (
