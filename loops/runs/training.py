@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import chain
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from accelerate.state import AcceleratorState
 from accelerate.utils import gather_object
@@ -35,9 +35,6 @@ from .ranks import barrier, from_main, watching
 from .record import recorded
 from .report import draw_curves, journal, written
 from .storage import sync
-
-if TYPE_CHECKING:
-    from .context import RunContext
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ class Training:
         best: the saved step whose ``keep_best`` is the best; None before there is one.
     """
 
-    context: "RunContext[Any]"
+    context: Any  # whose module imports this one
     losses: Mapping[str, Term]
     read: TensorReader
     feed: StepFeed
@@ -190,7 +187,8 @@ class Training:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return self.context.tokenizer
+        tokenizer: PreTrainedTokenizerBase = self.context.tokenizer
+        return tokenizer
 
     def train(self) -> dict[str, float]:
         """Take all steps; returns the metrics of the last one."""

@@ -16,11 +16,11 @@ from typing import Any
 
 # The interface between a web server and an application (ASGI): a scope describes one connection, and
 # messages, mappings with a "type", go both ways.
-Scope = dict[str, Any]
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+_Scope = dict[str, Any]
+_Message = dict[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 VARIABLE = "VLLM_API_KEY"
 MIDDLEWARE = f"{__name__.rpartition('.')[2]}.RequireKey"
@@ -33,7 +33,7 @@ class RequireKey:
         ValueError: if the environment has no key: the server would be open.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: _App) -> None:
         key = os.environ.get(VARIABLE)
         if not key:
             raise ValueError(
@@ -42,7 +42,7 @@ class RequireKey:
         self._app = app
         self._wanted = f"Bearer {key}".encode()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         # "lifespan" is the server's own start and end. The comparison takes as long for a key that
         # is wrong in its first character as for one that is wrong in its last.
         if scope["type"] == "lifespan" or hmac.compare_digest(_authorization(scope), self._wanted):
@@ -53,14 +53,14 @@ class RequireKey:
             await _refuse(send)
 
 
-def _authorization(scope: Scope) -> bytes:
+def _authorization(scope: _Scope) -> bytes:
     for name, value in scope["headers"]:
         if name.lower() == b"authorization":
             return bytes(value)
     return b""
 
 
-async def _refuse(send: Send) -> None:
+async def _refuse(send: _Send) -> None:
     message = "this server belongs to a training run, whose key was not sent with the request"
     body = json.dumps({"error": {"message": message, "type": "Unauthorized", "code": 401}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
