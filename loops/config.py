@@ -416,7 +416,7 @@ class Common(Settings):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast)
     unless `weights_dtype` says otherwise; products take bfloat16 factors, and logits are float32
-    (kernels/README.md).
+    (docs/kernels.md).
     """
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights that are trained, and of their gradients. bfloat16 takes half of the

@@ -12,8 +12,8 @@ from burnish.benchmarks.docs import gallery
 from burnish.benchmarks.docs.panels import PANELS, UNDRAWN, Axis, Panel, trace
 from PIL import Image
 
-REMEDY = f"objectives/GALLERY.md is not what the code says; run: {gallery.COMMAND}"
-PAGE = gallery.HOME / "GALLERY.md"
+REMEDY = f"docs/objectives.md is not what the code says; run: {gallery.COMMAND}"
+PAGE = gallery.HOME / "objectives.md"
 ENTRIES = {entry.name: entry for room in gallery.entries().values() for entry in room}
 LOSSES = {name for name, entry in ENTRIES.items() if entry.is_loss}
 DRAWN = [module for module in gallery.entries() if gallery.panels_of(module)]

@@ -17,7 +17,7 @@ def blocks(page):
 
 QUICK, EMBEDDED = blocks("README.md")
 PAIRS, LOOP, *_ = blocks("docs/your-own-loop.md")
-(DIVERGENCE,) = blocks("kernels/README.md")
+(DIVERGENCE,) = blocks("docs/kernels.md")
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
     python -m burnish.benchmarks.docs.gallery
 
-writes objectives/GALLERY.md and one picture per module under objectives/gallery. The words come
+writes docs/objectives.md and one picture per module under docs/gallery. The words come
 from docstrings and signatures, the curves from calls of the functions, see `panels`. A picture
 carries samples of the curves it shows, in its PNG text, so that a test can tell whether it is still
 true.
@@ -26,9 +26,10 @@ from PIL.PngImagePlugin import PngInfo
 
 from ... import objectives
 from ..report import figure
+from .markdown import wrapped
 from .panels import PANELS, UNDRAWN, Panel, trace
 
-HOME = Path(__file__).parents[2] / "objectives"
+HOME = Path(__file__).parents[2] / "docs"
 COMMAND = "python -m burnish.benchmarks.docs.gallery"
 SAMPLES = "curves"  # the key of a picture's text
 
@@ -183,7 +184,7 @@ def entries() -> dict[str, list[Entry]]:
 
 
 def text() -> str:
-    """GALLERY.md."""
+    """The page docs/objectives.md."""
     rooms = entries()
     names = {entry.name for room in rooms.values() for entry in room} | rooms.keys()
     contents = [
@@ -191,7 +192,7 @@ def text() -> str:
         for module, room in rooms.items()
     ]
     sections = [_section(module, room) for module, room in rooms.items()]
-    return _linked(
+    page = _linked(
         f"""# Objectives
 
 Made by `{COMMAND}`: the words are read from docstrings and signatures, the curves are drawn by calling the functions.
@@ -205,6 +206,7 @@ hyper-parameters have their defaults unless a curve names them.
 {chr(10).join(sections)}""",
         names,
     )
+    return wrapped(page)
 
 
 def samples(module: str) -> dict[str, Any]:
@@ -346,7 +348,7 @@ def _one_line(block: str) -> str:
 
 
 def main() -> None:
-    (HOME / "GALLERY.md").write_text(text())
+    (HOME / "objectives.md").write_text(text())
     (HOME / "gallery").mkdir(exist_ok=True)
     for module in entries():
         if panels_of(module):

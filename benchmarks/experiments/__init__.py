@@ -1,1 +1,1 @@
-"""Runs whose figures README.md and benchmarks/README.md quote; each is a command of a checkout."""
+"""Runs whose figures README.md and docs/benchmarks.md quote; each is a command of a checkout."""

@@ -33,7 +33,7 @@ class RewardTable:
         total: float64 [samples], the weighted sums; NaN where there is none. Those of a group that
             differ by rounding alone are equal.
         measured_total: as ``total``, with the scores of aborted completions: what metrics count.
-        scores: [samples][rewards], as the functions gave them, failures included.
+        scores: ``[samples][rewards]``, as the functions gave them, failures included.
         numbers: by name, float64 [scored], all scores that are numbers, even if another function
             failed.
     """

@@ -5,7 +5,7 @@
 The signature of an objective names its tensors and their units: ``chosen: PerPair`` is the log-prob
 of the chosen completion of each pair, ``logp: PerToken`` that of each trained token,
 ``logp: PerSequence`` that of each completion. The tensors of a batch are stored under such names
-and units, and each loss takes its own, all from one forward pass. ``objectives/SIGNATURES.md``
+and units, and each loss takes its own, all from one forward pass. ``docs/your-own-loss.md``
 lists them.
 """
 

@@ -1,4 +1,4 @@
-"""objectives/SIGNATURES.md: its Python runs as printed, and its table names the tensors that there
+"""docs/your-own-loss.md: its Python runs as printed, and its table names the tensors that there
 are.
 """
 
@@ -19,7 +19,7 @@ from burnish.loops.train.losses import columns_of, policy_tensors, score_tensors
 from burnish.loops.train.mix import PAIR_LOSSES, parse_losses
 from tiny import make_classifier, make_examples, make_model
 
-PAGE = (Path(__file__).parents[3] / "objectives" / "SIGNATURES.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "your-own-loss.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 
 

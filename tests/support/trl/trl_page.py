@@ -6,15 +6,16 @@ import dataclasses
 from pathlib import Path
 
 import yaml
+from burnish.benchmarks.docs.markdown import wrapped
 from burnish.loops.cli import launch
 from burnish.loops.cli.trl import table, translate
 from burnish.loops.recipes import settings_of
 
-PAGE = Path(__file__).parents[3] / "loops/cli/FROM_TRL.md"
+PAGE = Path(__file__).parents[3] / "docs/trl-names.md"
 RECIPES = yaml.safe_load(Path(__file__).with_name("trl_recipes.yaml").read_text())
 COMMANDS = yaml.safe_load(Path(__file__).with_name("trl_commands.yaml").read_text())
 
-HEAD = """# From TRL
+HEAD = """# TRL's names, one by one
 
 `burnish dpo --config trl.yaml` reads a file of TRL as it is, and its flags: `--model_name_or_path`,
 `--per_device_train_batch_size`, `--bf16`. Names of both may be mixed in one file; a field that is given by both is
@@ -43,7 +44,7 @@ ranks says so.
 
 Of the checkpoints the 2 newest stay, or as many as `save_total_limit` says (`keep`); TRL keeps all without it.
 
-This page is made from the table that the command reads, [trl_names.yaml](trl_names.yaml).
+This page is made from the table that the command reads, `loops/cli/trl_names.yaml`.
 """
 
 
@@ -171,7 +172,7 @@ def page():
     text += launch_lines()
     rows = [(f"`{name}`", ours.replace("|", "or")) for name, ours in names["python"].items()]
     text += lines("Arguments of TRL's trainers in Python", rows, ("TRL", "burnish"))
-    return "\n".join(text) + "\n"
+    return wrapped("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":
