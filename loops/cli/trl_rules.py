@@ -490,6 +490,17 @@ def correction(trl: Translation) -> dict[str, Any]:
     return {"correction": corrections[mode], "correction_low": low, "correction_high": float(high)}
 
 
+def masks(trl: Translation) -> dict[str, Any]:
+    found: dict[str, dict[str, float]] = {}
+    quantile = trl["top_entropy_quantile"]
+    if quantile is not None and float(quantile) < 1:
+        found["high_entropy"] = {"quantile": float(quantile)}
+    threshold = trl["off_policy_mask_threshold"]
+    if threshold is not None:
+        found["off_policy"] = {"threshold": float(threshold)}
+    return {"masks": found} if found else {}
+
+
 def rewards(trl: Translation) -> dict[str, Any]:
     models = [trl[name] for name in ("reward_model_name_or_path", "reward_model_path") if trl[name]]
     names = [*models, *as_list(trl["reward_funcs"])]

@@ -9,27 +9,38 @@ A variant is a row of the settings in which the papers differ: a loss, its weigh
 divisor of the advantage.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ...kernels import Extra
 from ...objectives import (
     corrected_kl_estimate,
     gdpo_advantage,
+    gpg_advantage,
     group_advantage,
     kl_estimate,
+    kl_penalized_reward,
+    max_at_k_advantage,
+    maxrl_advantage,
+    opo_advantage,
+    optimal_token_advantage,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     rloo_advantage,
     whiten,
 )
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
-from ..rl.policy_gradient import policy_losses, train_policy
+from ..rl.policy_gradient import policy_losses, refuse_completion_losses, train_policy
 from ..runs.training import Training
 from ..train.losses import Term
 from ..train.mix import WEIGHTINGS, loss_name
-from .settings import GRPO, VariantName
+from .settings import GRPO, AdvantageName, VariantName
 
 _TIGHT = {"clip_low": 3e-4, "clip_high": 4e-4}
 _GRPO = {
@@ -65,11 +76,15 @@ VARIANTS: dict[VariantName, dict[str, Any]] = {
 def open_grpo(config: GRPO, context: RLContext | None = None) -> Training:
     """Open a run that is ready to train, in ``context`` if it is already open."""
     losses = grpo_losses(config)
+    at_start: tuple[Extra, ...] = ()
+    if config.baseline == "optimal_token":
+        at_start = ("log_sum_squares",)
     return train_policy(
         context or open_rl(config),
         losses,
         advantages=partial(advantages, config=config),
         kl_in_reward=config.kl_as == "reward",
+        at_start=at_start,
         dynamic_sampling=variant_of(config)["dynamic_sampling"],
     )
 
@@ -77,29 +92,79 @@ def open_grpo(config: GRPO, context: RLContext | None = None) -> Training:
 def variant_of(config: GRPO) -> dict[str, Any]:
     """The settings of the variant, overridden by the fields that are set."""
     fields = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
-    return {
-        **_GRPO,
-        **VARIANTS[config.variant],
-        **{name: value for name, value in fields.items() if value is not None},
-    }
+    settings = {**_GRPO, **VARIANTS[config.variant]}
+    if config.baseline != "group":
+        settings["scale"] = "none"
+    return settings | {name: value for name, value in fields.items() if value is not None}
 
 
 def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
-    """Per-token advantages of each completion within its group."""
-    scores, scale = rollout.scores, variant_of(config)["scale"]
-    reward = scores.total
-    if config.beta and config.kl_as == "reward":
-        kl, _ = kl_estimate(rollout["old_logp"], rollout["ref_logp"], kind=config.kl or "k1")
-        reward = reward - config.beta * rollout.sum(kl.double())
+    """The advantage of each token of the rollout."""
+    scores = rollout.scores
+    kl_in_reward = config.beta > 0 and config.kl_as == "reward"
     if config.reward_aggregation == "normalize":
         advantage = gdpo_advantage(scores.reward, scores.group, scores.weight)
-    elif config.variant != "rloo":
-        advantage = group_advantage(reward, scores.group, scale=scale)
-    else:
-        advantage = rloo_advantage(reward, scores.group)
-        if scale == "batch":
-            advantage = whiten(advantage.where(~reward.isnan(), float("nan")))
+        return {"advantage": advantage[rollout.sequence]}
+    kl = torch.zeros(len(rollout.sequence), dtype=scores.total.dtype)
+    if kl_in_reward:
+        estimate = kl_estimate(rollout["old_logp"], rollout["ref_logp"], kind=config.kl or "k1")[0]
+        kl = estimate.double()
+    if config.baseline in _OF_TOKENS:
+        return {"advantage": _OF_TOKENS[config.baseline](rollout, kl, config)}
+    reward = scores.total
+    if kl_in_reward:
+        reward = reward - config.beta * rollout.sum(kl)
+    advantage = _of_completions(rollout, reward, config)
     return {"advantage": advantage[rollout.sequence]}
+
+
+def _of_completions(rollout: RolloutBuffer, reward: Tensor, config: GRPO) -> Tensor:
+    """[completions], by the configured baseline."""
+    group = rollout.scores.group
+    scale = variant_of(config)["scale"]
+    match config.baseline:
+        case "group":
+            return group_advantage(reward, group, scale=scale)
+        case "rloo":
+            advantage = rloo_advantage(reward, group)
+        case "opo":
+            advantage = opo_advantage(reward, group, rollout.lengths)
+        case "gpg":
+            advantage = gpg_advantage(reward, group)
+        case "maxrl":
+            advantage = maxrl_advantage(reward, group)
+        case _:
+            k = config.advantage_k or config.group_size
+            advantage = max_at_k_advantage(reward, group, k=k)
+    return whiten(advantage.where(~reward.isnan(), math.nan)) if scale == "batch" else advantage
+
+
+def _optimal_token(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:
+    """[tokens], by the optimal token baseline."""
+    sequence = rollout.sequence
+    reward = kl_penalized_reward(rollout.scores.total, kl, sequence, beta=config.beta)
+    logp, squares = rollout["old_logp"].double(), rollout["old_log_sum_squares"].double()
+    group = rollout.scores.group
+    advantage = optimal_token_advantage(reward, logp, squares, sequence, group)
+    return whiten(advantage) if variant_of(config)["scale"] == "batch" else advantage
+
+
+def _reinforce_plus_plus(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:
+    """[tokens], the penalized return, whitened over the batch."""
+    return reinforce_plus_plus(rollout.scores.total, kl, rollout.sequence, beta=config.beta)
+
+
+def _reinforce_plus_plus_baseline(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:
+    """[tokens], centered in the group and whitened over the batch."""
+    reward = rollout.scores.total - config.beta * rollout.sum(kl)
+    return reinforce_plus_plus_baseline(reward, rollout.scores.group, rollout.sequence)
+
+
+_OF_TOKENS: dict[AdvantageName, Callable[[RolloutBuffer, Tensor, GRPO], Tensor]] = {
+    "optimal_token": _optimal_token,
+    "reinforce_plus_plus": _reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": _reinforce_plus_plus_baseline,
+}
 
 
 def grpo_losses(config: GRPO) -> dict[str, Term]:
@@ -112,6 +177,8 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
     estimate = corrected_kl_estimate if config.use_bias_correction_kl else kl_estimate
     kl_loss = estimate if config.kl_as == "loss" else None
     losses = policy_losses(config, variant["loss"], loss_kwargs, weigh, kl_loss=kl_loss)
+    if config.advantage_differs:
+        refuse_completion_losses(config.baseline, losses)
     # The weighting, if set, must apply to some loss of tokens that has no weighting of its own.
     mix = config.loss if isinstance(config.loss, Mapping) else {}
     weighted = {

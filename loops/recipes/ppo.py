@@ -32,10 +32,10 @@ from ..models.sharding import whole
 from ..registry import as_setting_error
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
-from ..rl.policy_gradient import policy_losses, train_policy
+from ..rl.policy_gradient import policy_losses, refuse_completion_losses, train_policy
 from ..runs.context import RunContext
 from ..runs.training import Training
-from ..train.losses import Term, tensors_needed, units_of
+from ..train.losses import Term, tensors_needed
 from .settings import PPO
 
 log = logging.getLogger(__name__)
@@ -143,13 +143,7 @@ def open_critic(config: PPO) -> Scorer:
 def ppo_losses(config: PPO) -> dict[str, Term]:
     """The losses of this configuration; ValueError if settings contradict each other."""
     losses = policy_losses(config, "clipped_surrogate", {})
-    if wrong := [
-        name for name in losses if units_of(losses[name].function).get("advantage") == "sequences"
-    ]:
-        raise ValueError(
-            f"loss: {wrong[0]} takes one advantage per completion, and those of ppo differ from token to token; "
-            "use clipped_surrogate, or grpo"
-        )
+    refuse_completion_losses("ppo", losses)
     if "advantage" not in tensors_needed(losses):
         raise ValueError(
             f"loss: none of {', '.join(losses)} learns from the rewards; add clipped_surrogate"

@@ -38,6 +38,18 @@ VariantName = Literal[
     "rloo",
 ]
 
+AdvantageName = Literal[
+    "group",
+    "rloo",
+    "opo",
+    "gpg",
+    "maxrl",
+    "max_at_k",
+    "optimal_token",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+]
+
 
 @dataclass(frozen=True)
 class SFT(OfflineConfig):
@@ -251,9 +263,18 @@ class GRPO(PolicyGradientConfig):
     """Weight of a token: the same for each, 1 over its completion's length, or 1 over
     max_tokens.
     """
+    advantage: AdvantageName | None = None
+    """What a completion's reward is compared with; null is rloo for the variant rloo, else group.
+    The mean of its group (group), of the others in it (rloo), a mean weighted by length (opo); that
+    mean, counting informative groups alone (gpg), or relative to it (maxrl); the best of k others
+    (max_at_k); at each position the best baseline for the gradient's variance (optimal_token); the
+    whole batch (reinforce_plus_plus, for single completions; ..._baseline, for groups).
+    """
+    advantage_k: PositiveInt | None = None
+    """The k of max_at_k, which trains the best of k completions; null is group_size."""
     scale: Literal["group", "batch", "none"] | None = None
     """Divisor of differences in reward: the standard deviation in the group, in the batch, or
-    nothing.
+    nothing; null is the variant's for the advantage group, and nothing for others.
     """
     reward_aggregation: Literal["sum", "normalize"] = "sum"
     """Sum rewards before they are compared, or compare them one by one (GDPO)."""
@@ -270,21 +291,69 @@ class GRPO(PolicyGradientConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.group_size < 2:
-            yield (
-                "group_size: a completion is compared with the others of its prompt, wanted >= 2, got "
-                f"{self.group_size}; ppo learns from single completions"
-            )
-        if self.variant == "rloo" and self.scale == "group":
-            yield "scale: a group's standard deviation does not go with rloo's baseline; use batch or none"
+        yield from self._group_contradictions()
+        yield from self._scale_contradictions()
         kl_in_reward = self.beta > 0 and self.kl_as == "reward"
-        if self.reward_aggregation == "normalize" and (self.variant == "rloo" or kl_in_reward):
+        another = self.baseline != "group"
+        if self.reward_aggregation == "normalize" and (another or kl_in_reward):
             yield (
                 "reward_aggregation: normalize compares each reward within the group by itself, which leaves no place "
-                "for another baseline or for the divergence; use a variant other than rloo, and kl_as loss"
+                "for another baseline or for the divergence; use the advantage group, and kl_as loss"
+            )
+        if self.advantage_differs and "off_policy" in self.masks:
+            yield (
+                f"masks: off_policy wants one advantage per completion, and those of {self.baseline} differ from "
+                "token to token; leave it out, or use another advantage"
             )
         if self.use_bias_correction_kl and self.kl_as == "reward":
             yield "use_bias_correction_kl: is for the divergence as a loss; leave it out, or set kl_as to loss"
+
+    def _group_contradictions(self) -> Iterator[str]:
+        if self.group_size < 2 and self.baseline != "reinforce_plus_plus":
+            yield (
+                "group_size: a completion is compared with the others of its prompt, wanted >= 2, got "
+                f"{self.group_size}; ppo, and the advantage reinforce_plus_plus, learn from single completions"
+            )
+        dynamic = self.dynamic_sampling or (
+            self.dynamic_sampling is None and self.variant == "dapo"
+        )
+        if self.group_size < 2 and dynamic:
+            yield "dynamic_sampling: the reward of a single completion never varies; set it to false"
+        if self.advantage_k is None:
+            return
+        if self.baseline != "max_at_k":
+            yield f"advantage_k: is for the advantage max_at_k, and this is {self.baseline}; leave it out"
+        elif not 2 <= self.advantage_k <= self.group_size:
+            yield (
+                f"advantage_k: wanted from 2 to group_size, {self.group_size}, got {self.advantage_k}; for the mean "
+                "of single completions, use the advantage rloo"
+            )
+
+    def _scale_contradictions(self) -> Iterator[str]:
+        if self.scale is None or self.baseline == "group":
+            return
+        if self.scale == "group":
+            yield (
+                f"scale: a group's standard deviation does not go with the baseline of {self.baseline}; use batch "
+                "or none"
+            )
+        elif self.baseline.startswith("reinforce_plus_plus"):
+            yield f"scale: {self.baseline} is scaled over the batch by itself; leave it out"
+
+    @property
+    def baseline(self) -> AdvantageName:
+        """The value of ``advantage``, given or not."""
+        if self.advantage is not None:
+            return self.advantage
+        return "rloo" if self.variant == "rloo" else "group"
+
+    @property
+    def advantage_differs(self) -> bool:
+        """Whether the tokens of a completion have other advantages than each other."""
+        kl_in_reward = self.beta > 0 and self.kl_as == "reward"
+        if self.baseline == "reinforce_plus_plus":
+            return kl_in_reward
+        return self.baseline == "optimal_token"
 
 
 @dataclass(frozen=True)
@@ -338,6 +407,11 @@ class PPO(PolicyGradientConfig):
         yield from super().contradictions()
         if self.value_head is not None and self.value_model is not None:
             yield "value_head: value_model has a head of its own; give one of the two"
+        if "off_policy" in self.masks:
+            yield (
+                "masks: off_policy wants one advantage per completion, and those of ppo differ from token to token; "
+                "leave it out"
+            )
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class RolloutBuffer:
         sequence: int64 [tokens], the completion that each trained token belongs to.
         scores: the table of `score`; without it nothing is unscored.
         unfinished: float64 [completions], 1 for those that did not end by themselves.
+        version: as given, or found.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class RolloutBuffer:
             version = max(
                 (span.version for sample in self.samples for span in sample.spans), default=0
             )
+        self.version = version
         logprobs: list[float] = []
         ages: list[int] = []
         for sample in self.samples:

@@ -13,7 +13,7 @@ policy_losses       the losses of these tensors, and their weights: total = Σ c
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -22,11 +22,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ...kernels import Extra
 from ...objectives import (
     PerSequence,
     PerToken,
     Stats,
     correction,
+    covariance,
     kl_estimate,
     policy,
     sampler_mismatch,
@@ -50,6 +52,7 @@ from ..train.mix import TOKEN_LOSSES, losses_of, parse_losses
 from .buffer import RolloutBuffer
 from .context import RLContext
 from .feed import RolloutFeed
+from .masks import check_masks, needs_start, rollout_masks, step_mask
 from .settings import PolicyGradientConfig
 
 log = logging.getLogger(__name__)
@@ -76,7 +79,12 @@ def completion_surrogate(
     )
 
 
-POLICY_LOSSES = {**losses_of(policy), **TOKEN_LOSSES, "completion_surrogate": completion_surrogate}
+POLICY_LOSSES = {
+    **losses_of(policy),
+    **losses_of(covariance),
+    **TOKEN_LOSSES,
+    "completion_surrogate": completion_surrogate,
+}
 del POLICY_LOSSES["value_loss"]  # only ppo has values
 
 
@@ -88,8 +96,8 @@ def policy_losses(
     *,
     kl_loss: Callable[..., Any] | None = None,
 ) -> dict[str, Term]:
-    """Build the configured losses; losses with an advantage are multiplied by the correction, if
-    one is set.
+    """Build the configured losses; losses with an advantage are multiplied by the correction and
+    by the masks, if there are some.
 
     Args:
         default: the loss, unless the configuration names another.
@@ -116,14 +124,29 @@ def policy_losses(
                 f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
                 "divergence off the reward (kl_as: reward)"
             )
-        if config.correction != "none" and "advantage" in units_of(loss.function):
-            if loss.unit == "sequences" and config.correction in ("tis", "icepop"):
+        corrected = config.correction != "none" or config.masks
+        if corrected and "advantage" in units_of(loss.function):
+            of_tokens = config.correction in ("tis", "icepop", "decoupled")
+            if loss.unit == "sequences" and of_tokens:
                 raise ValueError(
                     f"correction: {config.correction} weighs tokens, and {name} has one entry per completion; "
                     "use sequence_tis, sequence_mis, sequence_mask or geometric_mask"
                 )
             losses[name] = replace(loss, factor="correction")
+    check_masks(config, losses)
     return losses
+
+
+def refuse_completion_losses(who: str, losses: Mapping[str, Term]) -> None:
+    """Raise ValueError for a loss that takes one advantage per completion, where the advantages of
+    ``who`` differ from token to token.
+    """
+    for name, loss in losses.items():
+        if units_of(loss.function).get("advantage") == "sequences":
+            raise ValueError(
+                f"loss: {name} takes one advantage per completion, and those of {who} differ from token to token; "
+                "use clipped_surrogate, or grpo with another advantage"
+            )
 
 
 def ratio_denominator(
@@ -156,6 +179,7 @@ def train_policy(
     *,
     advantages: Callable[[RolloutBuffer], Mapping[str, Tensor]],
     kl_in_reward: bool = False,
+    at_start: Collection[Extra] = (),
     save: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> Training:
@@ -165,6 +189,8 @@ def train_policy(
         advantages: ``advantages(rollout)`` gives the column of this name [tokens], and others that
             the losses read.
         kl_in_reward: whether the advantages read the divergence from the reference.
+        at_start: outputs of the log-prob kernel at the start of a rollout that the advantages
+            read, as columns ``old_...``.
         save: of `RunContext.train`.
         options: further ones of `RolloutFeed`.
     """
@@ -181,22 +207,34 @@ def train_policy(
     # pass gives π_old.
     recomputed = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
     old_needed = recomputed or run.model.has_values or (kl_in_reward and reference is not None)
+    # Masks that compare all tokens of a rollout do so under the policy that begins it.
+    masked_at_start = needs_start(config, losses)
+    vetoed_later = "veto" in config.masks and config.steps_per_rollout > 1
+    old_needed = old_needed or masked_at_start or vetoed_later or bool(at_start)
 
     def measure(batch: Batch) -> dict[str, Tensor]:
         columns = {} if ref_at_start is None else {"ref_logp": ref_at_start(batch)}
         if old_needed:
-            outputs = run.model(batch, temperature=config.temperature)
-            columns |= {"old_logp": outputs.logprob} | (
-                {} if outputs.value is None else {"old_value": outputs.value}
-            )
+            outputs = run.model(batch, temperature=config.temperature, outputs=tuple(at_start))
+            columns["old_logp"] = outputs.logprob
+            if outputs.value is not None:
+                columns["old_value"] = outputs.value
+            if masked_at_start:
+                columns["old_entropy"] = outputs.entropy
+            for name in at_start:
+                columns[f"old_{name}"] = getattr(outputs, name)
         return columns
+
+    def with_masks(rollout: RolloutBuffer) -> Mapping[str, Tensor]:
+        columns = advantages(rollout)
+        return {**columns, **rollout_masks(rollout, columns["advantage"], config, losses)}
 
     if old_needed or ref_at_start is not None:
         options["measure"] = measure
     mismatch = SamplerMismatch(run.accelerator, config.old_logprobs, config.logp_bound)
     feed = RolloutFeed(
         context,
-        advantages,
+        with_masks if masked_at_start else advantages,
         per_step=mismatch.report,
         first_step=mismatch.check_first_step,
         **options,
@@ -207,6 +245,8 @@ def train_policy(
         reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature
     )
     logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **ENTROPY}
+    if config.masks:
+        logged["kept"] = Term(_kept, 0.0)
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     read = partial(rollout_tensors, forward, config)
@@ -223,23 +263,41 @@ def rollout_tensors(
     start_logp      the trainer's at the start of the rollout: stored, or in its only step that of this pass
     old_logp        log π_old, in the ratio's denominator: one of these two; of a completion the sum over its tokens
     advantage       A of each token, or of each completion, whose tokens all have the same
-    correction      weight of each token or completion by how far the trainer's policy is from μ
+    mask            1 at tokens that the losses of the advantage learn from, else 0, with masks
+    correction      weight of each token or completion by how far the trainer's policy is from μ, times the mask
     """
     tensors = forward(model, batch)
     sampled, now = batch.columns["sampled_logp"], tensors["tokens", "logp"].detach()
     start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
     old = sampled if config.old_logprobs == "sampled" else start
-    alike = {"advantage": batch.columns["advantage"]}  # the same for all tokens of a completion
+    advantage = batch.columns["advantage"]
+    alike = {"advantage": advantage}  # the same for all tokens of a completion
     if config.correction != "none":
         alike["correction"] = corrections(config, start, sampled, batch.sequence)
+    if config.masks:
+        of_completion = _of_completions(advantage, batch)
+        kept = batch.columns.get("rollout_mask")
+        mask = step_mask(
+            config, now, start, sampled, advantage, of_completion, batch.sequence, kept
+        )
+        tensors["tokens", "mask"] = mask
+        alike["correction"] = mask * alike.get("correction", 1.0)
     of_tokens = {"sampled_logp": sampled, "start_logp": start, "old_logp": old, **alike}
     tensors |= {("tokens", name): column for name, column in of_tokens.items()}
     tensors["sequences", "old_logp"] = sequence_sum(old, batch.sequence, batch.sequences)
     for name, column in alike.items():
-        tensors["sequences", name] = column.new_zeros(batch.sequences).index_copy(
-            0, batch.sequence, column
-        )
+        tensors["sequences", name] = _of_completions(column, batch)
     return tensors
+
+
+def _of_completions(column: Tensor, batch: Batch) -> Tensor:
+    """[completions], of a column [tokens] that is the same for all tokens of a completion."""
+    return column.new_zeros(batch.sequences).index_copy(0, batch.sequence, column)
+
+
+def _kept(mask: PerToken) -> tuple[PerToken, Stats]:
+    """The mask itself: its mean is the share of the tokens that are learned from."""
+    return mask, {}
 
 
 def corrections(
@@ -247,6 +305,8 @@ def corrections(
 ) -> Tensor:
     """[tokens], the weight of each by how far the trainer's policy is from the sampler's."""
     low, high = config.bounds
+    if config.correction == "decoupled":
+        return correction.decoupled_ratio(old, sampled, cap=high)
     if config.correction in ("tis", "icepop"):
         log_ratio = correction.token_log_ratio(old, sampled)
     elif config.correction == "geometric_mask":

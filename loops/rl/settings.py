@@ -1,7 +1,7 @@
 """Settings that recipes share whose completions are sampled while they train."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ..config import (
     Schedule,
     Settings,
 )
+from ..registry import nearest
 from ..rewards.resolve import SHIPPED
 from ..rollouts.sample import SamplingParams
 
@@ -33,7 +34,19 @@ CORRECTIONS = {  # bounds of the ratio π_old/μ: low, high
     "sequence_mis": (0.0, 2.0),
     "sequence_mask": (0.5, 2.0),
     "geometric_mask": (0.99, 1.01),
+    "decoupled": (0.0, math.inf),
 }
+
+MASKS: dict[str, dict[str, float | None]] = {  # their hyper-parameters; None must be given
+    "high_entropy": {"quantile": None},
+    "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
+    "m2po": {"threshold": 0.04},
+    "off_policy": {"threshold": None},
+    "veto": {"threshold": None},
+    "total_variation": {"low": None, "high": None},
+}
+ROLLOUT_MASKS = {"high_entropy", "clip_cov", "m2po"}  # they compare all tokens of a rollout
+TOKEN_MASKS = {*ROLLOUT_MASKS, "total_variation"}  # the others leave out whole completions
 
 
 @dataclass(frozen=True)
@@ -263,17 +276,37 @@ class PolicyGradientConfig(OnlineConfig):
     rollout; null is recomputed for a ratio of whole completions (rloo, gspo, gspo_token, gmpo,
     vespo), for ppo, and with a correction, else sampled."""
     correction: Literal[
-        "none", "tis", "icepop", "sequence_tis", "sequence_mis", "sequence_mask", "geometric_mask"
+        "none",
+        "tis",
+        "icepop",
+        "decoupled",
+        "sequence_tis",
+        "sequence_mis",
+        "sequence_mask",
+        "geometric_mask",
     ] = "none"
     """Importance correction for the mismatch of trainer and sampler: clamp their ratio to bounds
-    (tis), set it to 0 outside the bounds (icepop, sequence_mis), or use a mask that is 1 within
-    them. The ratio is that of a token (tis, icepop), of a completion (sequence), or the geometric
-    mean over a completion. Needs old_logprobs: recomputed.
+    (tis), set it to 0 outside the bounds (icepop, sequence_mis) or above one (decoupled: AReaL's,
+    for stale samples), or use a mask that is 1 within them. The ratio is that of a token (tis,
+    icepop, decoupled), of a completion (sequence), or the geometric mean over a completion. Needs
+    old_logprobs: recomputed.
     """
     correction_low: NonNegativeFloat | None = None
     """Lower bound of that ratio; null for the usual one of the correction."""
     correction_high: NonNegativeFloat | None = None
     """Upper bound of that ratio; .inf for none."""
+    masks: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Masks on the losses of the advantage, and their hyper-parameters: {veto: {threshold:
+    1.0e-4}}. high_entropy (quantile) keeps the tokens of highest entropy, clip_cov (share, low,
+    high) drops a few of large covariance, m2po (threshold) outliers of a stale rollout,
+    total_variation (low, high) tokens that have moved far enough, off_policy (threshold) bad
+    completions that have become unlikely, veto (threshold) completions with an all but impossible
+    token.
+    """
+    kl_cov_share: PositiveShare = 2e-4
+    """Share of the tokens of a rollout, those of largest covariance, that the loss kl_cov
+    penalizes.
+    """
     max_logp_difference: PositiveFloat | None = None
     """Mean difference of the trainer's and the sampler's log-probs, in nats per token, above which
     the run ends in the first step on a rollout: it was sampled from other weights. Completions of
@@ -283,6 +316,7 @@ class PolicyGradientConfig(OnlineConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        yield from self._mask_contradictions()
         if self.correction == "none":
             if self.top_p < 1 or self.top_k:
                 yield (
@@ -297,9 +331,27 @@ class PolicyGradientConfig(OnlineConfig):
                 "old_logprobs=sampled the ratio of the loss does that already; leave old_logprobs out, or set "
                 "correction to none"
             )
+        if self.correction == "decoupled" and self.correction_low is not None:
+            yield "correction_low: decoupled has an upper bound alone; leave it out, or use icepop"
         low, high = self.bounds
         if low > high:
             yield f"correction_low, correction_high: wanted low <= high, got {low} and {high}"
+
+    def _mask_contradictions(self) -> Iterator[str]:
+        for name, settings in self.masks.items():
+            if name not in MASKS:
+                yield nearest("masks: no mask", name, MASKS)
+                continue
+            if not isinstance(settings, Mapping):
+                yield f"masks: {name}: wanted its hyper-parameters, such as {{}}, got {settings!r}"
+                continue
+            known = MASKS[name]
+            for setting in settings:
+                if setting not in known:
+                    yield nearest(f"masks: {name} has no", setting, known)
+            for setting, default in known.items():
+                if default is None and setting not in settings:
+                    yield f"masks: {name} needs {setting}, such as {{{name}: {{{setting}: ...}}}}"
 
     @property
     def bounds(self) -> tuple[float, float]:

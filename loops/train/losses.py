@@ -405,6 +405,8 @@ _SOURCES = {  # the arguments that provide tensors which a loss may lack
         "old_value",
         "advantage",
         "correction",
+        "mask",
+        "penalized",
     ),
 }
 # All tensors that recipes compute, by name.

@@ -23,6 +23,7 @@ def test_a_step_on_a_rollout_does_not_depend_on_layout_micro_batches_or_ranks(
     finally:
         torch.set_default_dtype(torch.float32)
     assert expected["metrics"]["skipped"] == 0
+    assert 0 < expected["metrics"].get("kept", 0.5) < 1
     assert parts["shared", 30]["micro_batches"] > 1
     assert parts["padded", 1]["micro_batches"] > parts["shared", 30]["micro_batches"]
     on_two_ranks, _ = law_online_on_ranks

@@ -676,6 +676,12 @@ TWO_DEVICES = {
         ),
         (
             "grpo",
+            {"top_entropy_quantile": 0.2, "off_policy_mask_threshold": 0.5},
+            {"masks": {"high_entropy": {"quantile": 0.2}, "off_policy": {"threshold": 0.5}}},
+        ),
+        ("grpo", {"top_entropy_quantile": 1.0}, {}),
+        (
+            "grpo",
             {"use_vllm": True, "vllm_importance_sampling_clip_min": 0.1},
             IMPORTANCE | {"correction_low": 0.1},
         ),
@@ -914,7 +920,7 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ),
         ("ppo", {"stop_token_id": 3}, "stop_token_id: completions end at the tokenizer's EOS"),
         ("distill", {"seq_kd": True}, "seq_kd: no recipe offers it"),
-        ("grpo", {"top_entropy_quantile": 0.2}, "top_entropy_quantile: no recipe offers it"),
+        ("grpo", {"reward_clip_range": 5.0}, "reward_clip_range: no recipe offers it"),
         (
             "online_dpo",
             {"max_length": 300},

@@ -87,7 +87,9 @@ def test_its_table_names_every_tensor_and_no_other():
         outputs=("mean_logprob", "log_sum_squares"),
         pairs=True,
     )
-    config = GRPO(model="m", data="d", output="o", correction="tis")
+    config = GRPO(
+        model="m", data="d", output="o", correction="tis", masks={"veto": {"threshold": 1e-4}}
+    )
     tensors = dict(rollout_tensors(read, config, policy, batch))
     marked = collate([ends_marked(example, None) for example in batch.examples])
     tensors |= score_tensors(Scorer(make_classifier("SEQ_CLS")), marked)

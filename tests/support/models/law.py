@@ -86,7 +86,7 @@ PAIRS = {
     },
 }
 SCORERS = ("reward", "regression", "ranking", "prm")
-IN_BFLOAT16 = ("sft", "dpo", "grpo")
+IN_BFLOAT16 = ("sft", "dpo", "grpo", "opo_vetoed", "plus_plus_baseline", "optimal_token")
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "ppo")
 
 GROUPS, ANSWERS, LONGEST = 5, 3, 8
@@ -122,6 +122,46 @@ ONLINE = {
     "gspo": GRPO(**_SPLIT, variant="gspo", old_logprobs="sampled", loss_kwargs=_WIDE),
     "gspo_corrected": GRPO(**_SPLIT, variant="gspo", correction="sequence_tis"),
     "rloo": RLOO(**_SPLIT),
+    "opo_vetoed": GRPO(
+        **_SPLIT,
+        advantage="opo",
+        correction="decoupled",
+        masks={"veto": {"threshold": 0.15}, "off_policy": {"threshold": 0.4}},
+    ),
+    "gpg_entropy": GRPO(
+        **_SPLIT,
+        advantage="gpg",
+        scale="batch",
+        loss="reinforce",
+        masks={"high_entropy": {"quantile": 0.5}},
+    ),
+    "maxrl_clip_cov": GRPO(
+        **_SPLIT,
+        advantage="maxrl",
+        loss_kwargs=_WIDE,
+        masks={"clip_cov": {"share": 0.2, "low": -1.0}},
+    ),
+    "max_at_k_m2po": GRPO(
+        **_SPLIT,
+        advantage="max_at_k",
+        advantage_k=2,
+        loss_kwargs=_WIDE,
+        masks={"m2po": {"threshold": 0.1}, "total_variation": {"low": 0.005, "high": 0.005}},
+    ),
+    "plus_plus_kl_cov": GRPO(
+        **_SPLIT,
+        advantage="reinforce_plus_plus",
+        loss="kl_cov",
+        kl_cov_share=0.2,
+        beta=0.1,
+        kl_as="reward",
+    ),
+    "plus_plus_baseline": GRPO(
+        **_SPLIT, advantage="reinforce_plus_plus_baseline", beta=0.1, loss_kwargs=_WIDE
+    ),
+    "optimal_token": GRPO(
+        **_SPLIT, advantage="optimal_token", beta=0.1, kl_as="reward", loss_kwargs=_WIDE
+    ),
     "ppo_online": PPO(
         **_SPLIT,
         missing_eos_penalty=0.5,
