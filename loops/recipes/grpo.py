@@ -93,8 +93,6 @@ def variant_of(config: GRPO) -> dict[str, Any]:
     """The settings of the variant, overridden by the fields that are set."""
     fields = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
     settings = {**_GRPO, **VARIANTS[config.variant]}
-    if config.baseline != "group":
-        settings["scale"] = "none"
     return settings | {name: value for name, value in fields.items() if value is not None}
 
 

@@ -271,6 +271,16 @@ def test_a_run_with_masks_logs_the_share_that_it_learns_from(dtype, common, tmp_
         assert line["skipped"] == 0
 
 
+def test_a_veto_compares_the_sampler_with_the_policy_that_began_the_rollout(common, tmp_path):
+    """And not with the one that has learned from it since."""
+    steps = {"steps": 2, "epochs_per_rollout": 2, "learning_rate": 0.1}
+    masks = {"veto": {"threshold": 0.99}}
+    open_grpo(GRPO(**{**common, **steps, "masks": masks, "output": str(tmp_path)})).train()
+    first, second = lines(tmp_path)
+    assert first["kept"] == second["kept"] == 1
+    assert second["ratio"] != pytest.approx(1, abs=0.1)
+
+
 # the dead leave files open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_with_masks_is_resumed_in_the_middle_of_a_rollout(common, tmp_path):
