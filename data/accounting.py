@@ -50,6 +50,7 @@ class Accounting:
             swapped, or the same completion labeled the other way.
         labels: how many completions are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
+        images, image_tokens: those of the examples, and how many of the tokens they are.
         end_tokens: those that end the completions of rows kept, or would end an answer to their
             prompts, in order.
         unused: columns that nothing reads.
@@ -71,6 +72,8 @@ class Accounting:
     labels: Mapping[str, int] = field(default_factory=dict)
     total_tokens: int = 0
     trained_tokens: int = 0
+    images: int = 0
+    image_tokens: int = 0
     max_length: int | None = None
     end_tokens: tuple[int, ...] = ()
     unused: tuple[str, ...] = ()
@@ -120,7 +123,10 @@ class Accounting:
         of = "" if self.available is None else f" of {self.available:,}"
         trained = f", {self.trained_tokens:,} of them trained" if self.trained_tokens else ""
         rows = f"{self.read:,} rows read{of}, {self.kept:,} kept{examples}"
-        return f"{self.source}: {rows}; {self.total_tokens:,} tokens{trained}"
+        images = ""
+        if self.images:
+            images = f"; {self.images:,} images, {self.image_tokens:,} of the tokens"
+        return f"{self.source}: {rows}; {self.total_tokens:,} tokens{trained}{images}"
 
 
 def summarize(
@@ -147,6 +153,7 @@ def summarize(
     # a row that is skipped has no tokens
     trained = pc.list_flatten(pc.list_flatten(table["trained"]))
     desirable = _total(table["desirable"]) if labeled else 0
+    image_lengths = _image_lengths(table)
     statements, contradictions = pc.list_flatten(table["_digests"]).to_numpy().reshape(-1, 2).T
     first = {
         kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()
@@ -168,11 +175,22 @@ def summarize(
         labels={"desirable": desirable, "undesirable": len(kept) - desirable} if labeled else {},
         total_tokens=_total(pc.list_value_length(table["prompt"])) + len(trained),
         trained_tokens=_total(trained),
+        images=len(image_lengths),
+        image_tokens=int(image_lengths.sum()),
         max_length=max_length,
         end_tokens=tuple(sorted(pc.unique(pc.list_flatten(table["_ends"])).to_pylist())),
         unused=tuple(unused),
         available=records.available,
     )
+
+
+def _image_lengths(table: Any) -> npt.NDArray[np.int64]:
+    """The tokens of each image of the examples; of a row that is skipped there are none."""
+    if "images" not in table.column_names:
+        return np.zeros(0, np.int64)
+    images = table["images"].combine_chunks().flatten()
+    lengths: npt.NDArray[np.int64] = images.field("length").to_numpy().astype(np.int64)
+    return lengths
 
 
 def _total(column: Any) -> int:

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jinja2 import TemplateError
 
 from .bounded import excess
-from .columns import ASSISTANT, BadRow, Message, ParsedRow, common_prefix
+from .columns import ASSISTANT, IMAGES, BadRow, Message, ParsedRow, common_prefix, images_of
+from .images import HOLE, ImageError, ImageReader, ImageRef
 from .records import DataError
 from .turns import ADVICE, check_roles, find_begin, full_text, through_end
 
@@ -66,12 +67,13 @@ class Encoder:
     """A tokenizer and the text or file of another chat template to use with it.
 
     ``chat_template_kwargs`` are arguments of the template, such as ``enable_thinking``; a row's own
-    ones win.
+    ones win. ``images`` reads the images of messages; None for a model that reads text alone.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    images: ImageReader | None = None
 
     def __post_init__(self) -> None:
         if self.chat_template is not None:
@@ -174,7 +176,7 @@ class Encoder:
             last = turns[-1]
             text = found[last].text
             together = [number for number in turns if text.startswith(found[number].text)]
-            if self._has_markers:
+            if self._are_marked(heads[last]):
                 ids, runs = self._marked(heads[last], options)
                 spans = [runs[every.index(number)] for number in together]
             else:
@@ -198,11 +200,17 @@ class Encoder:
             full: the text of these and all later messages.
         """
         text = full_text(render, messages, text)
-        if self._has_markers:
+        if self._are_marked(messages):
             return _Turn(text.rstrip(), begin=0, shortened=False)
         begin, shortened = find_begin(render, messages, text, self._modes)
         text = through_end(render, messages, text, begin, self._special_tokens, full)
         return _Turn(text, begin, shortened)
+
+    def _are_marked(self, messages: list[Message]) -> bool:
+        """Whether {% generation %} tells the assistant's tokens. The texts of images would shift
+        its marks, so turns of such conversations are found by rendering.
+        """
+        return self._has_markers and not images_of(messages)
 
     def _trained(
         self, ids: list[int], numbers: list[int], spans: list[tuple[int, int]]
@@ -298,8 +306,97 @@ class Encoder:
             mode: arguments that both of them win over.
         """
         options = {**mode, **self.chat_template_kwargs, **options}
-        return str(
+        shown: list[ImageRef] = []
+        if self.images is not None:
+            messages = [self._in_parts(message, shown) for message in messages]
+        text = str(
             self._apply(messages, options, add_generation_prompt=generation_prompt, tokenize=False)
+        )
+        return self._with_image_texts(text, shown) if shown else text
+
+    def _in_parts(self, message: Message, shown: list[ImageRef]) -> Message:
+        """The message as templates of vision-language models want it: a content of parts where it
+        shows images, or where the template writes no plain text.
+
+        Args:
+            shown: the images of the messages before, to which this one's are added.
+        """
+        message = dict(message)
+        images = message.pop(IMAGES, ())
+        content = str(message.get("content") or "")
+        if content.count(HOLE) != len(images):  # `turns` has put another text in its place
+            images = ()
+        if not images and (self._writes_plain_text or not content):
+            return message
+        pieces = content.split(HOLE) if images else [content]
+        parts: list[Message] = []
+        for number, piece in enumerate(pieces):
+            if number:
+                parts.append({"type": "image"})
+            if piece:
+                parts.append({"type": "text", "text": piece})
+        shown += images
+        return {**message, "content": parts}
+
+    def _with_image_texts(self, text: str, images: list[ImageRef]) -> str:
+        """The text of a template with what each image becomes in the place of its placeholder."""
+        assert self.images is not None
+        pieces = text.split(self.images.placeholder)
+        if len(pieces) != len(images) + 1:
+            counts = f"{len(pieces) - 1} times {self.images.placeholder} for {len(images)} images"
+            fix = (
+                "remove that text from the messages, or use a template that writes it for an image"
+            )
+            raise BadRow("images", f"the chat template writes {counts}; {fix}")
+        texts = self._read(images).texts
+        return pieces[0] + "".join(map(str.__add__, texts, pieces[1:]))
+
+    def _read(self, images: Sequence[ImageRef]) -> Any:
+        assert self.images is not None
+        try:
+            return self.images.read(images)
+        except ImageError as error:
+            raise BadRow("bad image", str(error)) from None
+
+    @cached_property
+    def _writes_plain_text(self) -> bool:
+        """False for a template that reads contents as lists of parts alone."""
+        probe: Message = {"role": "user", "content": "5C1F"}
+        try:
+            return "5C1F" in str(self._apply([probe], {}, tokenize=False))
+        except BadRow:
+            return False
+
+    def located(self, ids: list[int], messages: list[Message]) -> tuple[ImageRef, ...]:
+        """The images among these token ids, with the run of tokens of each.
+
+        Args:
+            messages: what the ids are of; they may end after a later one.
+
+        Raises:
+            BadRow: if there is an image token that is none of an image's, as when someone has typed
+                the text of one.
+        """
+        if self.images is None:
+            return ()
+        places = [place for place, token in enumerate(ids) if token == self.images.token]
+        shown = images_of(messages)
+        typed = self.images.other_tokens.intersection(ids)
+        for number in range(len(shown), -1, -1):
+            if typed:
+                break
+            images = shown[:number]
+            counts = self._read(images).counts if images else []
+            if sum(counts) == len(places):
+                edges = [0, *accumulate(counts)]
+                return tuple(
+                    image._replace(start=places[first], length=places[stop - 1] + 1 - places[first])
+                    for image, (first, stop) in zip(images, pairwise(edges), strict=True)
+                )
+        token = self.tokenizer.convert_ids_to_tokens(min(typed, default=self.images.token))
+        raise BadRow(
+            "images",
+            f"a message holds the text {token}, which stands for what the model sees; remove it from the text",
         )
 
     def _apply(

@@ -3,7 +3,8 @@
 Names and meanings are TRL's, where it has them. A value is plain (text) or conversational (a list
 of {role, content}, where the content may be a list of {type: text, text}; ShareGPT's {from, value};
 or JSON); a step is plain. Beside any of them a conversation may have columns `tools`,
-`chat_template_kwargs`, and `system_prompt`, its first message.
+`chat_template_kwargs`, `system_prompt`, its first message, and `image` or `images`, which its
+messages show: where they have parts {type: image}, or before the user's first text.
 """
 
 import difflib
@@ -12,6 +13,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard, TypeVar
+
+from .images import HOLE, ImageError, ImageRef, found, reference
 
 # A message has its role and content, and whatever keys a chat template reads besides:
 # {"role": "assistant", "content": "", "tool_calls": [...], "thinking": "..."}
@@ -46,6 +49,7 @@ RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
 OPTION_COLUMNS = ("tools", "chat_template_kwargs", "system_prompt")
+IMAGE_COLUMNS = ("image", "images")
 LAYOUT_COLUMNS = frozenset(OPTION_COLUMNS).union(
     *SUPERVISED, *UNPAIRED, *STEPWISE, *SCORES, *RANKING
 )
@@ -77,6 +81,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function": "tool",
 }
+IMAGES = "images"  # the key of a message that holds its images, one for each hole of its text
 # Where a message may hold its reasoning: as Qwen3's template calls it, gpt-oss's, and OpenRouter.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -121,16 +126,21 @@ class ParsedRow:
     keeps_system: bool = False
 
 
-def find_layout(columns: Sequence[str], accepted: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def find_layout(
+    columns: Sequence[str], accepted: Sequence[tuple[str, ...]], *, sees_images: bool = False
+) -> tuple[str, ...]:
     """Return the first accepted layout whose columns are all there.
 
+    Args:
+        sees_images: whether the model reads images.
+
     Raises:
-        ValueError: if there is none, or if the rows carry images.
+        ValueError: if there is none, or if the rows carry images and the model reads text alone.
     """
-    for name in ("images", "image"):
-        if name in columns:
+    for name in IMAGE_COLUMNS:
+        if name in columns and not sees_images:
             raise ValueError(
-                f"column '{name}': burnish trains on text only; remove the column to train without images"
+                f"column '{name}': the model reads text alone; train a vision-language model, or remove the column"
             )
     for layout in accepted:
         if set(layout) <= set(columns):
@@ -201,16 +211,23 @@ def unused_options(
     return [f"chat_template_kwargs.{name}" for name in arguments if not uses(name)]
 
 
-def read_row(record: Record, layout: tuple[str, ...], system_prompt: str = "") -> ParsedRow:
+def read_row(
+    record: Record,
+    layout: tuple[str, ...],
+    system_prompt: str = "",
+    image_folder: str | None = None,
+) -> ParsedRow:
     """Check a record, and take it apart into prompt, completions and annotation.
 
     Args:
         system_prompt: the first message of a conversation that has no system message of its own.
+        image_folder: where relative paths of images begin; None if the model reads text alone.
 
     Raises:
         BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a
             wrong order; if the annotation has another type, or is of another number of completions;
-            or if two fields contradict each other.
+            if two fields contradict each other; or if an image is missing, is nowhere shown, or is
+            in a message other than the user's.
     """
     options = _template_options(record)
     values = _values(record, layout)
@@ -222,6 +239,7 @@ def read_row(record: Record, layout: tuple[str, ...], system_prompt: str = "") -
         raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
     if "chosen" in values:
         values = _with_one_prompt(values)
+    values = _with_images(record, values, image_folder)
     of_row = str(record.get("system_prompt") or "")
     values, keeps_system = _with_system(values, of_row, system_prompt)
     prompt = values.pop("prompt", None)
@@ -235,6 +253,8 @@ def read_row(record: Record, layout: tuple[str, ...], system_prompt: str = "") -
         for number, value in enumerate(several, 1):
             name = f"completions {number}"
             values[name] = _value(value, name)
+            if images_of(values[name]):
+                raise BadRow("images", f"'{name}' shows an image; give images in the prompt alone")
         prompt, completions = _prompt_and_completions(record, layout, prompt, values)
     return ParsedRow(prompt, completions, options, annotation, keeps_system)
 
@@ -322,8 +342,119 @@ def _with_one_prompt(values: dict[str, PlainOrChat]) -> dict[str, PlainOrChat]:
     return {"chosen": chosen, "rejected": rejected}
 
 
+def _with_images(
+    record: Mapping[str, Any], values: dict[str, PlainOrChat], folder: str | None
+) -> dict[str, PlainOrChat]:
+    """Conversations whose messages hold all images that they show: their own ones, and the images
+    of the row's column.
+
+    Args:
+        folder: where relative paths begin; None if the model reads text alone.
+    """
+    if folder is None:
+        _refuse_images(values)
+        return values
+    of_column = _column_images(record)
+    # Where there is a prompt, it and its completion are one conversation; else each value is one.
+    together = [[*values]] if "prompt" in values else [[name] for name in values]
+    completed = dict(values)
+    for names in together:
+        chats = [values[name] for name in names]
+        messages: list[Message] = []
+        for chat in chats:
+            if isinstance(chat, list):
+                messages += chat
+        if of_column and not messages:
+            problem = "the row has images and its prompt is plain text"
+            raise BadRow("images", f"{problem}; give a list of messages, {{role, content}}")
+        shown = iter(_messages_with_images(messages, of_column, folder))
+        for name, chat in zip(names, chats, strict=True):
+            if isinstance(chat, list):
+                completed[name] = [next(shown) for _ in chat]
+    return completed
+
+
+def _refuse_images(values: Mapping[str, PlainOrChat]) -> None:
+    """Raise BadRow if a message shows an image, where the model reads text alone."""
+    for name, value in values.items():
+        for number, message in enumerate(value, 1):
+            if isinstance(message, dict) and IMAGES in message:
+                at = f"the content of '{name}' message {number}"
+                raise BadRow(
+                    "not text",
+                    f"{at} has a part of the type 'image', wanted text, as the model reads no images; train a "
+                    "vision-language model, or remove the row",
+                )
+
+
+def _column_images(record: Mapping[str, Any]) -> list[ImageRef]:
+    """The images of the columns `image` and `images`, in their order."""
+    images: list[ImageRef] = []
+    for name in IMAGE_COLUMNS:
+        value = record.get(name)
+        if value is None:
+            continue
+        several = value if isinstance(value, list) else [value]
+        for each in several:
+            try:
+                images.append(reference(each))
+            except ImageError as error:
+                raise BadRow("images", f"'{name}': {error}") from None
+    return images
+
+
+def _messages_with_images(
+    messages: list[Message], of_column: list[ImageRef], folder: str
+) -> list[Message]:
+    """The messages of one conversation, each hole of which has its image."""
+    holes = [image for message in messages for image in message.get(IMAGES, ())]
+    waiting = holes.count(None)
+    if of_column and not holes:
+        messages = _at_first_text(messages, len(of_column))
+    elif len(of_column) != waiting:
+        problem = f"{waiting} image parts name no image, and the row has {len(of_column)} images"
+        raise BadRow("images", f"{problem}; give as many, or remove the row")
+    left = iter(of_column)
+    completed = []
+    for number, message in enumerate(messages, 1):
+        if IMAGES not in message:
+            completed.append(message)
+            continue
+        role = message["role"]
+        if role != "user":
+            problem = f"message {number}, of the role {role}, has an image"
+            raise BadRow("images", f"{problem}; wanted images in the user's messages alone")
+        images = [next(left) if image is None else image for image in message[IMAGES]]
+        if str(message["content"]).count(HOLE) != len(images):
+            problem = f"message {number} has the character U+FFFC, which stands for images"
+            raise BadRow("images", f"{problem}; remove it from the text")
+        try:
+            images = [found(image, folder) for image in images]
+        except ImageError as error:
+            raise BadRow("missing image", str(error)) from None
+        completed.append({**message, IMAGES: images})
+    return completed
+
+
+def _at_first_text(messages: list[Message], count: int) -> list[Message]:
+    """The messages with ``count`` holes before the user's first text, as TRL places images."""
+    for number, message in enumerate(messages):
+        if message["role"] == "user":
+            text = HOLE * count + (message.get("content") or "")
+            with_holes = {**message, "content": text, IMAGES: [None] * count}
+            return [*messages[:number], with_holes, *messages[number + 1 :]]
+    raise BadRow("images", "the row has images and no message of the user's to show them; add one")
+
+
+def images_of(value: PlainOrChat | None) -> list[ImageRef]:
+    """The images that the messages of a conversation show, in their order; none of a text."""
+    if value is None or isinstance(value, str):
+        return []
+    return [image for message in value for image in message.get(IMAGES, ())]
+
+
 def _words(text: str | None) -> tuple[str, ...]:
-    return tuple((text or "").split())
+    return tuple((text or "").replace(HOLE, " ").split())
 
 
 def _with_system(
@@ -526,11 +657,17 @@ def _set_content(message: Message, content: object, calls: object, at: str) -> N
     """
     if content is None and not calls:
         raise BadRow("missing", f"{at} has no content; fill it in or remove the row")
+    if IMAGES in message:
+        fix = "give them as parts {type: image} of the content, or in a column 'images'"
+        raise BadRow("images", f"{at} has a key '{IMAGES}'; {fix}")
     where = f"the content of {at}"
     if isinstance(content, list):
-        texts = [_text_part(part, where) for part in content]
+        images: list[ImageRef | None] = []
+        texts = [_part(part, images, where) for part in content]
         content = "".join(texts)
         message["content"] = content
+        if images:
+            message[IMAGES] = images
     if content is not None:
         content = _of_type(str, content, where, "text")
     if calls:
@@ -558,16 +695,35 @@ def _set_trained(message: Message, at: str) -> None:
         message["train"] = bool(train)
 
 
-def _text_part(part: object, at: str) -> str:
-    """The text of {type: text, text: ...}; BadRow for an image or another part."""
+def _part(part: object, images: list[ImageRef | None], at: str) -> str:
+    """The text of a part of a message's content; a hole for an image, which is added to
+    ``images``.
+    """
     kind = _kind(part)
     if isinstance(part, Mapping):
-        text = part.get("text")
-        if part.get("type") == "text" and isinstance(text, str):
-            return text
+        if part.get("type") == "text" and isinstance(part.get("text"), str):
+            return str(part["text"])
+        if part.get("type") in ("image", "image_url"):
+            images.append(_image_of(part, at))
+            return HOLE
         kind = repr(part.get("type"))
-    problem = f"{at} has a part of the type {kind}, wanted text"
-    raise BadRow("not text", f"{problem}; convert it or remove the row")
+    raise BadRow(
+        "not text",
+        f"{at} has a part of the type {kind}, wanted text or an image; convert it or remove the row",
+    )
+
+
+def _image_of(part: Mapping[str, object], at: str) -> ImageRef | None:
+    """The image that a part names; None if one of the row's column belongs there."""
+    for name in ("image", "image_url", "url", "path", "bytes", "base64"):
+        value = part.get(name)
+        if value is None:
+            continue
+        try:
+            return reference({name: value} if name == "base64" else value)
+        except ImageError as error:
+            raise BadRow("images", f"{at}: {error}") from None
+    return None
 
 
 def _tool_call(call: object, at: str) -> Message:

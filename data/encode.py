@@ -24,13 +24,17 @@ from .accounting import NOTES, Accounting, combine, summarize
 from .chat import Encoder
 from .columns import BadRow, Message, read_number, read_row
 from .examples import EncodedExample, Example, Tokenization, TrainOn
+from .images import IMAGE_FEATURE, ImageReader, ImageRef, stamp_of
 from .mixture import load_data
 from .records import Data, DataError, Records, is_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from .stream import Stream
+
+    # A processor, or a reader with one, is for data with images.
+    Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin | ImageReader
 
 
 Parts: TypeAlias = Records | Sequence[Records] | Data  # each part is encoded by its own layout
@@ -216,8 +220,9 @@ def step_example(
         DataError: if there is no step, or a step is empty or no text.
     """
     try:
-        row = read_row({"prompt": prompt, "completions": list(steps)}, columns.SOLUTION)
-        return examples.solution(row, Encoder(tokenizer), separator=separator)
+        record = {"prompt": prompt, "completions": list(steps)}
+        row = read_row(record, columns.SOLUTION)
+        return examples.solution(row, _encoder(tokenizer, DEFAULT), separator=separator)
     except BadRow as bad:
         raise DataError(f"step_example: {bad.problem}") from None
 
@@ -225,7 +230,24 @@ def step_example(
 def example(dataset: "Dataset | Stream", index: int) -> Example:
     """The example in one row of an encoded dataset."""
     row = dataset[index]
-    return Example(row["prompt"], row["completions"], row["trained"])
+    images = images_of_row(row.get("images"))
+    return Example(row["prompt"], row["completions"], row["trained"], images)
+
+
+def images_of_row(stored: Sequence[Mapping[str, Any]] | None) -> tuple[ImageRef, ...]:
+    """The images in a row of an encoded dataset, as its column `images` holds them."""
+    return tuple(ImageRef(**image) for image in stored or ())
+
+
+def _encoder(tokenizer: "Tokenizer", options: Tokenization) -> Encoder:
+    """The encoder with this tokenizer, or with the tokenizer and the images of a processor."""
+    images = None
+    if isinstance(tokenizer, ImageReader):
+        images = tokenizer
+    elif hasattr(tokenizer, "image_processor"):
+        images = ImageReader(tokenizer)
+    text: Any = tokenizer if images is None else images.tokenizer
+    return Encoder(text, options.chat_template, options.chat_template_kwargs, images)
 
 
 def _encode(
@@ -252,6 +274,7 @@ def _encode(
 
 def _with_same_columns(tables: Sequence[Dataset]) -> list[Dataset]:
     """The columns that all tables have; a column whose types differ becomes float64."""
+    # All parts are encoded for one model, so all of them have `images`, or none has.
     features = Features()
     for name in tables[0].column_names:
         if all(name in table.column_names for table in tables):
@@ -276,15 +299,18 @@ def _encode_part(
     that it makes.
     """
     source = records.dataset
-    layout = _layout_of(records, layouts)
+    encoder = _encoder(tokenizer, options)
+    layout = _layout_of(records, layouts, sees_images=encoder.images is not None)
     prompts_only = layouts == columns.PROMPTS
     made = {**COLUMNS, **(annotation or {}), **NOTES}
+    if encoder.images is not None:
+        made["images"] = IMAGE_FEATURE
     numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
     features = Features({**numeric, **made})
-    encoder = Encoder(tokenizer, options.chat_template, options.chat_template_kwargs)
     truncation = options.truncation or ("error" if prompts_only else "keep_start")
     limit = replace(options, truncation=truncation, processes=None, chat_template=None)
-    structures = _features_of(source, {*layout, *columns.OPTION_COLUMNS})
+    options_of_row = {*columns.OPTION_COLUMNS, *columns.IMAGE_COLUMNS}
+    structures = _features_of(source, {*layout, *options_of_row})
     settings = {
         "encode": partial(encode, limit=limit),
         "layout": layout,
@@ -294,6 +320,7 @@ def _encode_part(
             name for name in numeric if name not in required and is_text(source.features[name])
         ],
         "system_prompt": records.system_prompt,
+        "image_folder": None if encoder.images is None else records.folder,
         "structures": structures,
         "annotation": next(iter(annotation or ()), ""),
     }
@@ -324,9 +351,12 @@ def _encode_part(
     return encoded.remove_columns([name for name in NOTES if name != "_row"]), accounting
 
 
-def _layout_of(records: Records, layouts: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def _layout_of(
+    records: Records, layouts: Sequence[tuple[str, ...]], *, sees_images: bool
+) -> tuple[str, ...]:
+    names = records.dataset.column_names
     try:
-        return columns.find_layout(records.dataset.column_names, layouts)
+        return columns.find_layout(names, layouts, sees_images=sees_images)
     except ValueError as error:
         raise DataError(f"{records.source}: {error}") from None
 
@@ -362,7 +392,8 @@ def _encode_table(
     source = records.dataset
     arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
     if options.cached:
-        return source.map(
+        encode = partial(
+            source.map,
             _encode_rows,
             batched=True,
             with_indices=True,
@@ -370,14 +401,32 @@ def _encode_table(
             remove_columns=source.column_names,
             features=features,
             num_proc=options.processes,
-            new_fingerprint=_fingerprint(source, encoder, settings),
             desc=f"Tokenizing {records.source}",
         )
+        encoded = encode(new_fingerprint=_fingerprint(source, encoder, settings))
+        if _images_changed(encoded):  # since they were encoded, and cached, by an earlier run
+            encoded = encode(new_fingerprint=generate_random_fingerprint())
+        return encoded
     table = InMemoryTable(_encode_rows(source[:], list(range(len(source))), **arguments))
     # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing
     # reads it.
     fingerprint = generate_random_fingerprint()
     return Dataset(table, DatasetInfo(features=features), fingerprint=fingerprint)
+
+
+def _images_changed(encoded: Dataset) -> bool:
+    """True if the file of an image is another one than when its row was encoded."""
+    if "images" not in encoded.column_names:
+        return False
+    for table in encoded.select_columns(["images"]).with_format("arrow").iter(1000):
+        images = table["images"].combine_chunks().flatten()
+        paths = images.field("path").to_pylist()
+        stamps = images.field("stamp").to_pylist()
+        if any(
+            stamp and stamp_of(path) != stamp for path, stamp in zip(paths, stamps, strict=True)
+        ):
+            return True
+    return False
 
 
 def _encode_rows(
@@ -391,6 +440,7 @@ def _encode_rows(
     required: Sequence[str],
     written: Sequence[str],
     system_prompt: str,
+    image_folder: str | None,
     structures: Mapping[str, Any],
     annotation: str,
     schema: pa.Schema,
@@ -409,7 +459,7 @@ def _encode_rows(
         try:
             record |= {name: read_number(record[name], name) for name in required}
             record |= {name: columns.number_of_text(record[name]) for name in written}
-            row = read_row(record, layout, system_prompt)
+            row = read_row(record, layout, system_prompt, image_folder)
             made_of_row = encode(row, encoder)
             encoded = made_of_row if isinstance(made_of_row, list) else [made_of_row]
             special = encoder.names_special_token(row)
@@ -447,6 +497,7 @@ def _arrays(example: Example) -> dict[str, Any]:
         "prompt": np.array(example.prompt, np.int32),
         "completions": [np.array(ids, np.int32) for ids in example.completions],
         "trained": [np.array(mask, bool) for mask in example.trained],
+        "images": [image._asdict() for image in example.images],
     }
 
 
@@ -504,7 +555,7 @@ def _writes_numbers(dataset: Dataset, name: str) -> bool:
 
 
 # the files of this folder that determine tokens
-_DECISIVE = ("chat", "columns", "encode", "examples", "turns")
+_DECISIVE = ("chat", "columns", "encode", "examples", "images", "turns")
 
 
 def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str:
@@ -526,5 +577,6 @@ def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any])
         [Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in _DECISIVE],
         version("transformers"),
         version("tokenizers"),
+        "" if encoder.images is None else str(encoder.images.processor),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

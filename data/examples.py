@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from .chat import Encoder
-from .columns import Annotation, BadRow, Message, ParsedRow
+from .columns import Annotation, BadRow, Message, ParsedRow, PlainOrChat, images_of
+from .images import ImageRef
 
 TrainOn = Literal["auto", "assistant", "completion", "all"]
 
@@ -22,12 +23,14 @@ class Example(NamedTuple):
     the last of the prompt. ``trained[i][t]`` is true where token ``t`` of completion ``i`` carries
     loss: in a conversation of several turns, later messages of the user are part of the completion
     and are not trained. In a solution in steps it marks the end of each step, where the step is
-    scored.
+    scored. ``images`` are those that the prompt shows; in a demonstration of several turns also
+    those of the completion, counted on from the prompt.
     """
 
     prompt: list[int]
     completions: list[list[int]]
     trained: list[list[bool]]
+    images: tuple[ImageRef, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ def demonstration(
     encoded = []
     beyond = 0  # tokens before the first trained one of an example that is cut off whole
     for tokens, mask, shortened in _supervised_tokens(row, encoder, train_on):
+        images = encoder.located(tokens, _messages(row.prompt, *row.completions))
+        _untrain(mask, images)
         full = _sequence(tokens, mask)
         if full is None:
             problem = "no token is left to train on"
@@ -129,6 +134,7 @@ def demonstration(
         # Prompt and completion are told apart again: the cut may have taken the first turn.
         cut = _sequence(ids[kept], trained[kept])
         if cut is not None:
+            cut = _with_images(cut, images, kept.start or 0, limit)
             ends = tuple(encoder.end_tokens(tokens, mask))
             encoded.append(EncodedExample(cut, excess > 0, shortened, ends=ends))
         elif not beyond:
@@ -159,12 +165,18 @@ def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Enc
     if not prompt:
         problem = "the prompt has no tokens, so nothing predicts the first one of a completion"
         raise BadRow("no prompt", f"{problem}; fill it in")
+    images = encoder.located(prompt, _messages(row.prompt))
     excess = limit.excess(Example(prompt, [[]], [[]]))
+    first = 0
     if excess and limit.truncation == "keep_start":
         prompt = prompt[: limit.max_length]
     elif excess:
+        first = excess
         prompt = prompt[excess:]
-    return EncodedExample(Example(prompt, [], []), truncated=excess > 0, ends=ends)
+    example = _with_images(Example(prompt, [], []), images, first, limit)
+    if len(example.images) < len(images):
+        raise limit.refuse("image cut off", "an image ends later", "it would be cut off")
+    return EncodedExample(example, truncated=excess > 0, ends=ends)
 
 
 def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
@@ -189,7 +201,14 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Encod
     if _repeats(completions):
         problem = "two completions have the same tokens, so neither is preferred"
         raise BadRow("identical", f"{problem}; remove the row")
-    full = Example(prompt, completions, masks)
+    for value in row.completions:
+        if images_of(value):
+            problem = "a completion goes on with a message that shows an image"
+            raise BadRow("images", f"{problem}; give images in the prompt alone")
+    for completion in completions:
+        encoder.located(completion, [])  # refuses an image token that someone has typed
+    images = encoder.located(prompt, _messages(row.prompt))
+    full = Example(prompt, completions, masks, images)
     # before the cut: a completion that is cut has no end
     ends = set().union(*map(encoder.end_tokens, completions, masks))
     excess = limit.excess(full)
@@ -202,9 +221,10 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Encod
 def pair(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
     """Two completions of one prompt, the chosen one first, as `encode_preference` describes it."""
     encoded = completed(row, encoder, limit=limit)
-    prompt, (chosen, rejected), _ = encoded.example
-    statement = _digest(prompt, chosen, rejected)
-    contradiction = _digest(prompt, rejected, chosen)
+    chosen, rejected = encoded.example.completions
+    asked = _asked(encoded.example)
+    statement = _digest(*asked, chosen, rejected)
+    contradiction = _digest(*asked, rejected, chosen)
     return encoded._replace(digests=(statement, contradiction))
 
 
@@ -217,9 +237,10 @@ def unpaired(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> list[E
     for text, good in zip(row.completions, desirable, strict=True):
         alone = replace(row, completions=(text,), annotation=good)
         encoded = completed(alone, encoder, limit=limit)
-        prompt, (completion,), _ = encoded.example
-        statement = _digest(prompt, completion, [good])
-        contradiction = _digest(prompt, completion, [not good])
+        (completion,) = encoded.example.completions
+        asked = _asked(encoded.example)
+        statement = _digest(*asked, completion, [good])
+        contradiction = _digest(*asked, completion, [not good])
         examples.append(encoded._replace(digests=(statement, contradiction)))
     if len(examples) > 1 and examples[0].example == examples[1].example:
         raise _identical_after_truncation(limit)
@@ -249,7 +270,8 @@ def stepwise(
             raise limit.refuse("no step left", problem, "no label is left to train on")
         # Nothing reads the tokens of the step that was cut in the middle.
         end = _last(cut.trained[0]) + 1
-        cut = Example(cut.prompt, [cut.completions[0][:end]], [cut.trained[0][:end]])
+        completion = cut.completions[0][:end]
+        cut = cut._replace(completions=[completion], trained=[cut.trained[0][:end]])
     if train_on_last_step_only:
         if len(labels) < len(row.annotation):
             problem = f"the last step, the only one to train on, ends beyond max_length={limit.max_length}"
@@ -297,7 +319,47 @@ def solution(row: ParsedRow, encoder: Encoder, *, separator: str) -> Example:
         ids = encoder.bare(str(step)) + end
         completion += ids
         trained += _only_last(ids)
-    return Example(prompt, [completion], [trained])
+    images = encoder.located(prompt, _messages(row.prompt))
+    encoder.located(completion, [])  # refuses an image token that someone has typed
+    return Example(prompt, [completion], [trained], images)
+
+
+def _messages(*values: PlainOrChat | None) -> list[Message]:
+    """The messages of conversations, one after another; none of texts."""
+    messages: list[Message] = []
+    for value in values:
+        if isinstance(value, list):
+            messages += value
+    return messages
+
+
+def _untrain(trained: list[bool], images: Sequence[ImageRef]) -> None:
+    """Leave the tokens of images out of the trained ones: they are seen, not written."""
+    for image in images:
+        trained[image.start : image.start + image.length] = [False] * image.length
+
+
+def _with_images(
+    cut: Example, images: Sequence[ImageRef], first: int, limit: Tokenization
+) -> Example:
+    """An example of what truncation has left, with its images.
+
+    Args:
+        images: of the whole example.
+        first: the number of tokens that its beginning lost.
+
+    Raises:
+        BadRow: if an image would lose its beginning.
+    """
+    left = len(cut.prompt) + sum(map(len, cut.completions))
+    kept: list[ImageRef] = []
+    for image in images:
+        start = image.start - first
+        if start < 0:
+            raise limit.refuse("image cut off", "an image begins earlier", "it would be cut off")
+        if start + image.length <= left:
+            kept.append(image._replace(start=start))
+    return cut._replace(images=tuple(kept))
 
 
 def _supervised_tokens(
@@ -361,12 +423,13 @@ def _cut(full: Example, excess: int, limit: Tokenization) -> Example:
             raise limit.refuse("prompt too long", f"the prompt has {len(full.prompt)} tokens")
         completions = [ids[:left] for ids in full.completions]
         trained = [mask[:left] for mask in full.trained]
-        return Example(full.prompt, completions, trained)
+        return full._replace(completions=completions, trained=trained)
     if excess >= len(full.prompt):
         longest = max(map(len, full.completions))
         problem = f"a completion has {longest} tokens"
         raise limit.refuse("completion too long", problem, "nothing is left of the prompt")
-    return full._replace(prompt=full.prompt[excess:])
+    cut = full._replace(prompt=full.prompt[excess:])
+    return _with_images(cut, full.images, excess, limit)
 
 
 def _identical_after_truncation(limit: Tokenization) -> BadRow:
@@ -377,6 +440,11 @@ def _identical_after_truncation(limit: Tokenization) -> BadRow:
 
 def _repeats(completions: Sequence[list[int]]) -> bool:
     return len(set(map(tuple, completions))) < len(completions)
+
+
+def _asked(example: Example) -> tuple[list[int], ...]:
+    """What a completion answers, as numbers: the prompt, and each of its images."""
+    return (example.prompt, *(list(image.key) for image in example.images))
 
 
 def _digest(*parts: Sequence[int]) -> int:

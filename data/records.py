@@ -22,6 +22,7 @@ from datasets.table import CastError
 
 from .as_written import as_written, changed_columns, rows_of
 from .columns import TEXT_COLUMNS
+from .images import undecoded, with_text_for_pictures
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Records:
             are taken.
         system_prompt: first message of its conversations that have no system message of their own;
             "" for none.
+        folder: where relative paths of images begin; "" is the working directory.
     """
 
     dataset: Dataset
@@ -62,6 +64,7 @@ class Records:
     available: int | None = None
     untyped: bool = False
     system_prompt: str = ""
+    folder: str = ""
 
     def where(self, row: int) -> str:
         """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count
@@ -117,6 +120,7 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
             f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}"
         )
     records = replace(records, untyped=records.dataset.info.builder_name == "csv")
+    records = replace(records, dataset=_with_images_as_files(records.dataset))
     if isinstance(records.dataset, IterableDataset):
         return records
     if len(records.dataset) == 0:
@@ -128,6 +132,18 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
     if records.dataset.info.builder_name == "json":
         _warn_of_changed(records)
     return replace(records, dataset=records.dataset.with_format(None))
+
+
+def _with_images_as_files(dataset: Any) -> Any:
+    """The dataset, or the stream, whose images are not decoded when rows are read."""
+    features = dataset.features
+    if features is None or undecoded(features) == features:
+        return dataset
+    with quiet():
+        for name, kind in undecoded(features).items():
+            if kind != features[name]:
+                dataset = dataset.cast_column(name, kind)
+    return dataset
 
 
 def _warn_of_changed(records: Records) -> None:
@@ -166,7 +182,9 @@ def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records
     if file.is_dir() and not options:
         folder = file.resolve()  # "." has no name, and `datasets` takes it for none
         return Records(
-            _from_directory(folder, split, **streamed), folder.name + source.removeprefix(path)
+            _from_directory(folder, split, **streamed),
+            folder.name + source.removeprefix(path),
+            folder=str(folder),
         )
     if reader is None and file.is_file():
         raise DataError(
@@ -201,7 +219,8 @@ def _from_file(path: str, reader: str, split: str, **streamed: Any) -> Records:
         dataset = _with_texts(file, split)
     # of a part of a file we don't know the first line
     has_known_lines = is_one_json_file and split == "train"
-    return Records(dataset, file.name, file if has_known_lines else None)
+    lines = file if has_known_lines else None
+    return Records(dataset, file.name, lines, folder=str(file.parent.absolute()))
 
 
 def _with_texts(file: Path, split: str) -> Dataset:
@@ -307,12 +326,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
     # from_list would keep the columns of the first row only.
     columns = list(dict.fromkeys(name for row in rows for name in row))
     try:
-        complete = [{name: row.get(name) for name in columns} for row in rows]
+        complete = [{name: _storable(row.get(name)) for name in columns} for row in rows]
         return as_written(
             Dataset.from_list(complete, on_mixed_types="use_json"), complete, of_file=False
         )
     except Exception as error:
         raise DataError(f"records: the rows don't fit into one table: {_root(error)}") from error
+
+
+def _storable(value: Any) -> Any:
+    """A value of a row; the pictures in a conversation as base64, which JSON holds."""
+    is_conversation = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    return with_text_for_pictures(value) if is_conversation else value
 
 
 def _first(file: Path) -> Path:

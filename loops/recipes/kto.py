@@ -145,12 +145,12 @@ def kl_of_mismatched(
     limit = min(filter(None, (max_length, positions)), default=None)
 
     def mismatched(index: int) -> Example:
-        prompt, (_, (completion,), (trained,)) = (
-            feed.example(index).prompt,
-            feed.example(other[index]),
-        )
-        room = limit and limit - len(prompt)
-        return Example(prompt, [completion[:room]], [trained[:room]])
+        asked = feed.example(index)
+        answered = feed.example(other[index])
+        room = limit and limit - len(asked.prompt)
+        completions = [ids[:room] for ids in answered.completions]
+        trained = [mask[:room] for mask in answered.trained]
+        return asked._replace(completions=completions, trained=trained)
 
     indices = feed.batches.indices(step)
     half = len(indices) // 2

@@ -71,9 +71,10 @@ def open_teacher(
         return {"ids": ids.int(), "logprobs": logprobs}
 
     def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
+        names = [name for name in Example._fields if name in data.column_names]
         metadata = {
             "temperature": str(temperature),
-            "examples": digest(data.select_columns(list(Example._fields))),
+            "examples": digest(data.select_columns(names)),
         }
         path = Path(
             config.logprobs or context.directory / f"teacher-{data._fingerprint}.safetensors"

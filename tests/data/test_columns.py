@@ -93,12 +93,12 @@ def test_the_layout_follows_from_the_columns(columns, accepted, layout) -> None:
         (
             ["prompt", "completion", "images"],
             SUPERVISED,
-            "column 'images': burnish trains on text only",
+            "column 'images': the model reads text alone",
         ),
         (
             ["prompt", "chosen", "rejected", "image"],
             PREFERENCE,
-            "column 'image': burnish trains on text only",
+            "column 'image': the model reads text alone",
         ),
     ],
 )

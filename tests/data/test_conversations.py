@@ -26,7 +26,7 @@ def trained(tokenizer, dataset) -> list[str]:
     return [
         tokenizer.decode([token for token, train in zip(ids, mask, strict=True) if train])
         for index in range(len(dataset))
-        for ids, mask in zip(*example(dataset, index)[1:], strict=True)
+        for ids, mask in zip(*example(dataset, index)[1:3], strict=True)
     ]
 
 

@@ -241,7 +241,7 @@ def test_a_dataset_of_the_hub_is_trained_as_it_is(name, stored, tmp_path, byte_t
     tokenizer = byte_tokenizer("tools" if "tools" in row else "chatml")
     records = load_data({"path": str(path), **settings})[0]
     encoded, account = encode(records, tokenizer)
-    prompt, completions, trained = example(encoded, 0)
+    prompt, completions, trained, _ = example(encoded, 0)
     texts = [
         tokenizer.decode([token for token, train in zip(ids, mask, strict=True) if train])
         for ids, mask in zip(completions, trained, strict=True)
