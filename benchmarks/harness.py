@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import measure
-from .operation import Inputs, Operation, first_line, named
+from .operation import Inputs, Json, Operation, first_line, named
 from .real_model import Unavailable
 from .report import machine, merged, plot, save, say, show, summary
 from .worker import CallFailed, Lost, Worker
@@ -145,7 +145,7 @@ def main(operation: Operation, arguments: Sequence[str] | None, description: str
     return 1 if bad or not any(row["status"] == "measured" for row in rows) else 0
 
 
-def new_report(command: str, device: str) -> dict[str, Any]:
+def new_report(command: str, device: str) -> Json:
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no GPU here")
     return {
@@ -156,7 +156,7 @@ def new_report(command: str, device: str) -> dict[str, Any]:
     }
 
 
-def bench(operation: Operation, options: argparse.Namespace, report: dict[str, Any]) -> None:
+def bench(operation: Operation, options: argparse.Namespace, report: Json) -> None:
     """Measures case by case; each is added to the report, shown and saved when it is done.
 
     Raises:
@@ -185,9 +185,7 @@ def bench(operation: Operation, options: argparse.Namespace, report: dict[str, A
             save(report, options.output, operation.name)
 
 
-def _isolated(
-    plan: Plan, names: list[str], worker: Worker, patience: float
-) -> list[dict[str, Any]]:
+def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> list[Json]:
     """In another process each provider takes turns with the floor alone, so that the one that ends
     it is known.
     """
@@ -198,7 +196,7 @@ def _isolated(
             parts.append({"found": worker.call(measured, plan, [name], seconds=patience)})
         except Lost as error:
             lost.append({"provider": name, "status": "lost", "reason": str(error), "errors": {}})
-    cases: list[dict[str, Any]] = merged(parts or [{"found": worker.prepare(measured, plan, [])}])
+    cases: list[Json] = merged(parts or [{"found": worker.prepare(measured, plan, [])}])
     for case in cases:
         case["rows"] += lost
     return cases
@@ -333,11 +331,11 @@ def prepared(plan: Plan) -> None:
     _truth(*plan[: Plan._fields.index("passes")])
 
 
-def measured(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
+def measured(plan: Plan, names: Sequence[str]) -> list[Json]:
     """A case for each pass, with a row for each provider: gated, and timed unless it has failed."""
     prepared(plan)
     inputs = _inputs(*plan[: Plan._fields.index("outputs")])
-    rows: dict[str, dict[str, dict[str, Any]]] = {kind: {} for kind in plan.passes}
+    rows: dict[str, dict[str, Json]] = {kind: {} for kind in plan.passes}
     for kind, name in product(plan.passes, names):
         rows[kind][name] = gated(plan, name, inputs, kind)
     if inputs.device.type == "cuda":
@@ -366,10 +364,10 @@ def measured(plan: Plan, names: Sequence[str]) -> list[dict[str, Any]]:
     return cases
 
 
-def gated(plan: Plan, name: str, inputs: Inputs, kind: str) -> dict[str, Any]:
+def gated(plan: Plan, name: str, inputs: Inputs, kind: str) -> Json:
     """A provider's errors in a pass, and the reason if it has failed."""
     truth, limits = _truth(*plan[: Plan._fields.index("passes")])
-    row: dict[str, Any] = {"provider": name, "status": "measured", "errors": {}}
+    row: Json = {"provider": name, "status": "measured", "errors": {}}
     operation = inputs.operation
     try:
         outcome = measure.run(inputs, operation.find(name), plan.outputs, kind)
@@ -383,7 +381,7 @@ def gated(plan: Plan, name: str, inputs: Inputs, kind: str) -> dict[str, Any]:
     return row
 
 
-def failure(error: Exception, device: torch.device) -> dict[str, Any]:
+def failure(error: Exception, device: torch.device) -> Json:
     """The status of a provider that has raised; `Lost` if no other can run on the GPU any more."""
     reason = first_line(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -399,9 +397,7 @@ def failure(error: Exception, device: torch.device) -> dict[str, Any]:
     return {"status": "failed", "reason": reason}
 
 
-def timing(
-    plan: Plan, rows: dict[str, dict[str, Any]], inputs: Inputs, kind: str
-) -> dict[str, Any]:
+def timing(plan: Plan, rows: dict[str, Json], inputs: Inputs, kind: str) -> Json:
     """The floors of a pass; seconds and ratios of the providers that passed the gate are added to
     their rows.
     """
@@ -428,7 +424,7 @@ def timing(
         against[operation.baseline] = seconds[operation.baseline]
     flops = next(iter(floors.values()))["flops"]
 
-    def rates(rounds: list[float], flops: int) -> dict[str, Any]:
+    def rates(rounds: list[float], flops: int) -> Json:
         return {
             "seconds": summary(rounds),
             "tflops": flops / median(rounds) / 1e12 if flops else None,

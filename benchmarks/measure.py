@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .operation import Inputs, Products, Provider, named
+from .operation import Inputs, Json, Products, Provider, named
 from .worker import Lost, Worker
 
 _PRODUCTS = {torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__}
@@ -279,7 +279,7 @@ def fastest_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return min(seconds, key=seconds.__getitem__)
 
 
-def floors(products: Products, seconds: dict[str, list[float]]) -> dict[str, dict[str, Any]]:
+def floors(products: Products, seconds: dict[str, list[float]]) -> dict[str, Json]:
     """For each way to do the pass its seconds in every round, and its floating-point operations."""
     by_name = {}
     for name, counts in products.floors.items():
@@ -372,7 +372,7 @@ def resident_bytes(field: str) -> int:
 
 
 @contextmanager
-def clocks(device: torch.device, pause: float = 0.2) -> Iterator[dict[str, Any]]:
+def clocks(device: torch.device, pause: float = 0.2) -> Iterator[Json]:
     """Clock, power and temperature of the GPU, asked of nvidia-smi in a thread while the context is
     open.
 
@@ -380,7 +380,7 @@ def clocks(device: torch.device, pause: float = 0.2) -> Iterator[dict[str, Any]]
     count, and the highest "celsius"; or "absent", with the reason, if nvidia-smi failed. It stays
     empty where there is no GPU.
     """
-    state: dict[str, Any] = {}
+    state: Json = {}
     if device.type != "cuda":
         yield state
         return
@@ -413,7 +413,7 @@ def clocks(device: torch.device, pause: float = 0.2) -> Iterator[dict[str, Any]]
         state |= summarize(list(samples)) if samples else {"absent": absent[-1]}
 
 
-def summarize(samples: list[tuple[float, ...]]) -> dict[str, Any]:
+def summarize(samples: list[tuple[float, ...]]) -> Json:
     mhz, watts, celsius = zip(*samples, strict=True)
     return {
         "mhz": median(mhz),

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Compute = Callable[..., tuple[Tensor, ...]]
+Json = dict[str, Any]  # an object of JSON: a report, a case of it, a row, a record of a run
 
 
 @dataclass(frozen=True)

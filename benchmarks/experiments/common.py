@@ -4,8 +4,8 @@ import json
 from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Any
 
+from ..operation import Json
 from ..report import versions
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -20,18 +20,18 @@ def chosen(arguments: Sequence[str], known: Iterable[str]) -> list[str]:
     return list(arguments) or known
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
+def read_metrics(run: Path) -> list[Json]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def earlier(path: Path) -> dict[str, Any]:
+def earlier(path: Path) -> Json:
     """The results so far, of which a run replaces those of its own recipes; dated today."""
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    results: Json = json.loads(path.read_text()) if path.exists() else {}
     return results | {
         "date": date.today().isoformat(),
         "versions": versions(("torch", "transformers")),
     }
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
+def write(path: Path, results: Json) -> None:
     path.write_text(json.dumps(results, indent=2) + "\n")

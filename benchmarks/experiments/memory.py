@@ -26,7 +26,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
+from ..operation import Json
 from ..real_model import preference_pairs, write_jsonl
 from ..report import machine, say
 
@@ -80,12 +82,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 _OTHERS = (FakeTensor, DTensor)  # that stand for tensors
 
 
-def varied(row: Any, sample: Any) -> float:
+def varied(row: object, sample: Any) -> float:
     """A reward that differs within every group."""
     return float(sample.index % 2)
 
 
-def configured(recipe: str, values: dict[str, Any]) -> tuple[Callable[[Any], Any], Any]:
+def configured(recipe: str, values: Json) -> tuple[Callable[[Any], Any], Any]:
     """The function that opens a recipe, and its configuration."""
     from ...loops.recipes import opener, settings_of
     from ...loops.registry import build
@@ -94,20 +96,15 @@ def configured(recipe: str, values: dict[str, Any]) -> tuple[Callable[[Any], Any
 
 
 def allocated() -> int:
-    """Bytes of all tensors that there are, but for those of a simulation; quantized ones have
-    classes of their own.
-    """
+    """Bytes of all tensors that there are, but for those of a simulation."""
     gc.collect()
-    tensors = [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), torch.Tensor) and type(each) not in _OTHERS
-    ]
-    return sum(
-        {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
-        }.values()
-    )
+    sizes: dict[int, int] = {}  # by the address of a storage, which views share
+    for each in gc.get_objects():
+        kind = type(each)  # not isinstance, which asks some objects for a class that they lack
+        if issubclass(kind, torch.Tensor) and kind not in _OTHERS:
+            storage = each.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def measured_peak(open_recipe: Any, config: Any) -> int:
@@ -119,17 +116,18 @@ def measured_peak(open_recipe: Any, config: Any) -> int:
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
         training.train()
-    events = [
-        event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
     total = highest = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        highest = max(highest, total)
+    # Events come in no order; those of memory have the bytes taken, or below 0 given back.
+    for event in sorted(
+        profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()
+    ):
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            highest = max(highest, total)
     return at_start + highest
 
 
-def compare(recipe: str, values: dict[str, Any]) -> dict[str, float]:
+def compare(recipe: str, values: Json) -> dict[str, float]:
     """Predicted and measured bytes of one run, and the relative error of the prediction."""
     from ...loops.cli.rehearsal import rehearse
 
@@ -195,47 +193,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
+    report: Json = {"machine": machine(torch.device("cpu")), "figures": {}}
     path = options.output / "memory.json"
     if options.only and path.exists():  # the others stay as they were measured
         report["figures"] = json.loads(path.read_text())["figures"]
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
-        pairs = list(preference_pairs(4 * options.rows, seed=0))
-        texts = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
-        prompts = [{"prompt": pair["prompt"]} for pair in pairs[: _GRPO["prompts_per_rollout"]]]
-        data = {"sft": texts, "dpo": pairs, "grpo": prompts}
-        files = {
-            recipe: str(write_jsonl(Path(name) / f"{recipe}.jsonl", rows))
-            for recipe, rows in data.items()
-        }
+        scratch = Path(name)
+        data = write_data(scratch, options.rows)
         random = f"random, {options.layers} layers of {options.width}"
-        cases = [(model, run) for model in (options.model.name, random) for run in RUNS]
-        for number, (model, run) in enumerate(cases[: None if options.width else len(RUNS)]):
-            if options.only and not re.search(options.only, f"{model}: {run}"):
+        models = (options.model.name, random) if options.width else (options.model.name,)
+        for model, run in product(models, RUNS):
+            title = f"{model}: {run}"
+            if options.only and not re.search(options.only, title):
                 continue
             directory = options.model
-            if model == random and not (directory := Path(name) / "random").exists():
-                random_model(directory, str(options.model), options.width, options.layers)
-            recipe, values = RUNS[run]
-            output = {"output": f"{name}/{number}", "steps": 2, "save_every": None}
-            settings = {"model": str(directory), "data": files[recipe], **output, **values}
-            if "group_size" not in settings:
-                settings["batch_size"] = options.rows
-            command = [sys.executable, "-m", f"{__package__}.memory", recipe, json.dumps(settings)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(
-                    f"{run} ended with status {done.returncode}:\n{done.stderr[-2000:]}"
-                )
-            figures = json.loads(done.stdout.splitlines()[-1])
+            if model == random:
+                directory = scratch / "random"
+                if not directory.exists():
+                    random_model(directory, str(options.model), options.width, options.layers)
+            figures = in_own_process(run, directory, data, scratch, options.rows)
             say(
-                f"{model + ': ' + run:80} predicted {figures['predicted'] / 1e9:7.3f} GB  "
+                f"{title:80} predicted {figures['predicted'] / 1e9:7.3f} GB  "
                 f"measured {figures['measured'] / 1e9:7.3f} GB  {figures['error']:+.1%}"
             )
-            report["figures"][f"{model}: {run}"] = figures
+            report["figures"][title] = figures
+            # After each run: the whole table takes hours.
             options.output.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1) + "\n")
     return 0
+
+
+def write_data(directory: Path, rows: int) -> dict[str, str]:
+    """The file of each recipe: pairs, their chosen completions, or some of their prompts."""
+    pairs = list(preference_pairs(4 * rows, seed=0))
+    texts = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in pairs]
+    prompts = [{"prompt": pair["prompt"]} for pair in pairs[: _GRPO["prompts_per_rollout"]]]
+    data = {"sft": texts, "dpo": pairs, "grpo": prompts}
+    files = {}
+    for recipe, content in data.items():
+        files[recipe] = str(write_jsonl(directory / f"{recipe}.jsonl", content))
+    return files
+
+
+def in_own_process(
+    run: str, model: Path, data: Mapping[str, str], scratch: Path, rows: int
+) -> dict[str, float]:
+    """The figures of a run, from a process that has nothing else in memory; see `compare`."""
+    recipe, values = RUNS[run]
+    settings = {"model": str(model), "data": data[recipe], "steps": 2, "save_every": None}
+    settings |= {"output": tempfile.mkdtemp(dir=scratch), **values}
+    if "group_size" not in settings:
+        settings["batch_size"] = rows
+    command = [sys.executable, "-m", f"{__package__}.memory", recipe, json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{run} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 if __name__ == "__main__":

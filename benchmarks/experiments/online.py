@@ -29,6 +29,7 @@ from ...loops.recipes.distill import open_distill
 from ...loops.recipes.grpo import open_grpo
 from ...loops.recipes.ppo import open_ppo
 from ...loops.recipes.settings import GRPO, PPO, RLOO, Distill
+from ..operation import Json
 from ..report import figure
 from . import common
 
@@ -93,7 +94,7 @@ def start(directory: Path) -> Path:
     return model
 
 
-def learn(recipe: str, seed: int, directory: Path) -> dict[str, Any]:
+def learn(recipe: str, seed: int, directory: Path) -> Json:
     """Accuracy on the held-out questions as the run goes on, by step, and the seconds that it
     took.
     """
@@ -128,7 +129,7 @@ def learn(recipe: str, seed: int, directory: Path) -> dict[str, Any]:
     }
 
 
-def distill(share: float, seed: int, directory: Path) -> dict[str, Any]:
+def distill(share: float, seed: int, directory: Path) -> Json:
     """`nearness` of the student after learning from its own completions in this share of the
     steps.
     """
@@ -181,7 +182,7 @@ def nearness(student: Path, teacher: Path, asked: Sequence[str]) -> dict[str, fl
     return distances
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(results: Json, path: Path) -> None:
     """Accuracy by step of every run; and how far students are from their teacher, by share of own
     answers.
     """
@@ -223,7 +224,7 @@ def main(recipes: Sequence[str]) -> None:
     }
     directory = Path("runs/online")
     for recipe in recipes:
-        runs: dict[str, Any] = results.setdefault(recipe, {})
+        runs: Json = results.setdefault(recipe, {})
         for seed in range(SEEDS[recipe]):
             if recipe == "distill":
                 for share in SHARES:

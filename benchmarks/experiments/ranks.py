@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..operation import Json
 from ..report import machine, say
 
 
@@ -104,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, default=Path("runs/bench"), help="directory of ranks.json"
     )
     options = parser.parse_args(arguments)
-    report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
+    report: Json = {"machine": machine(torch.device("cpu")), "figures": {}}
     for rows in options.rows:
         for ranks in options.ranks:
             name = f"{rows:,} rows, {ranks} ranks, {ranks * options.per_rank} examples a step"

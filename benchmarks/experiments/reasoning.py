@@ -26,6 +26,7 @@ from ...loops.recipes.settings import GRPO
 from ...loops.rewards.reasoning_gym import reasoning_gym_rows
 from ...loops.rollouts.replay import read_samples
 from ...loops.runs.report import draw_curves
+from ..operation import Json
 from ..real_model import smollm2, write_jsonl
 from ..report import load, machine
 from .common import RESULTS, read_metrics
@@ -63,14 +64,14 @@ KEPT |= {"completions/mean_length", "groups_passed_over", "grad_norm", "learning
 KEPT |= {"seconds", "sampling/seconds"}
 
 
-def questions(trained: int, held_out: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def questions(trained: int, held_out: int) -> tuple[list[Json], list[Json]]:
     """Rows to train on, and others to measure on, all different, of which none is among the
     former.
     """
     options = {name: value for name, value in TASK.items() if name != "task"}
 
-    def drawn(count: int, seed: int) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
+    def drawn(count: int, seed: int) -> list[Json]:
+        rows: list[Json] = []
         for row in reasoning_gym_rows(
             str(TASK["task"]), count, seed=seed, instruction="", **options
         ):
@@ -85,13 +86,13 @@ def questions(trained: int, held_out: int) -> tuple[list[dict[str, Any]], list[d
     return [row for row in drawn(trained, seed=0) if row["prompt"] not in asked], measured
 
 
-def best_constant(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def best_constant(rows: Sequence[Json]) -> Json:
     """The one answer that is right most often."""
     ((answer, count),) = Counter(row["answer"] for row in rows).most_common(1)
     return {"answer": answer, "right": count / len(rows)}
 
 
-def train(directory: Path) -> dict[str, Any]:
+def train(directory: Path) -> Json:
     """Trains in ``directory``; returns the report."""
     trained, held_out = questions(TRAINED, HELD_OUT)
     config = GRPO(
@@ -125,7 +126,7 @@ def train(directory: Path) -> dict[str, Any]:
     }
 
 
-def read_steps(run: Path) -> list[dict[str, Any]]:
+def read_steps(run: Path) -> list[Json]:
     """Metrics of every step; rewards are those of all completions, of groups that were passed over
     too.
     """
@@ -141,7 +142,7 @@ def read_steps(run: Path) -> list[dict[str, Any]]:
     return steps
 
 
-def summary(steps: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
+def summary(steps: Sequence[Json], count: int) -> Json:
     """Shares of the held-out questions before and after, and the binomial standard error of
     each.
     """
@@ -153,7 +154,7 @@ def summary(steps: Sequence[dict[str, Any]], count: int) -> dict[str, Any]:
     return found
 
 
-def draw(steps: Sequence[dict[str, Any]], picture: Path) -> None:
+def draw(steps: Sequence[Json], picture: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
         kept = ({key: value for key, value in step.items() if key in DRAWN} for step in steps)
         draw_curves(write_jsonl(Path(name) / "metrics.jsonl", kept), picture)

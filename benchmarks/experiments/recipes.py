@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ...loops.cli import main as burnish
+from ..operation import Json
 from ..real_model import conversations, labeled, preference_pairs, smollm2, write_jsonl
 from . import common
 
@@ -42,14 +42,14 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def chains(count: int, seed: int, steps: int = 4) -> Iterator[dict[str, Any]]:
+def chains(count: int, seed: int, steps: int = 4) -> Iterator[Json]:
     """Chains of additions, each from the last sum, up to the first wrong one; a fifth of them have
     none.
     """
     rng = random.Random(seed)
     for _ in range(count):
         total, wrong = rng.randint(1, 9), rng.randrange(steps + 1)
-        row: dict[str, Any] = {
+        row: Json = {
             "prompt": f"Start with {total} and go on adding.\n",
             "completions": [],
             "labels": [],
@@ -63,7 +63,7 @@ def chains(count: int, seed: int, steps: int = 4) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def rows(recipe: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
+def rows(recipe: str, count: int, seed: int) -> Iterator[Json]:
     pairs = preference_pairs(count, seed)
     match recipe:
         case "sft" | "distill":
@@ -76,7 +76,7 @@ def rows(recipe: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
     return pairs
 
 
-def run(recipe: str, directory: Path, *flags: str) -> dict[str, Any]:
+def run(recipe: str, directory: Path, *flags: str) -> Json:
     """Train one recipe; returns its target metrics on held-out data before and after, and where the
     model is.
     """

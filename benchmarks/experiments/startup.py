@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..operation import Json
 from ..real_model import preference_pairs, write_jsonl
 from ..report import machine, say
 
@@ -206,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    report: dict[str, Any] = {"machine": machine(torch.device("cpu")), "figures": {}}
+    report: Json = {"machine": machine(torch.device("cpu")), "figures": {}}
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as name:
         measured = [answers(options.rounds)]
         if options.model:

@@ -26,14 +26,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from datasets import Dataset
 
+from ..operation import Json
 from ..real_model import write_jsonl
 from ..report import machine, say
 
@@ -49,7 +51,7 @@ WORDS = re.findall(
 )
 
 
-def pairs(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+def pairs(count: int, seed: int = 0) -> Iterator[Json]:
     """Conversational pairs: a question of 8 to 24 words, answers of 12 to 36."""
     draw = random.Random(seed)
 
@@ -65,18 +67,16 @@ def pairs(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
         }
 
 
-def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
+def encode(data: str, tokenizer: str, processes: int) -> Json:
     """Read, encode and plan a file and say what it took; called in a process of its own."""
     from transformers import AutoTokenizer
 
     from ...data import Batches, Tokenization, encode_preference, load_data, token_cost
 
     loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
-    cpu_before, parent_before, times = (
-        _processor_seconds(),
-        time.process_time(),
-        [time.perf_counter()],
-    )
+    cpu_before = _processor_seconds()
+    parent_before = time.process_time()
+    times = [time.perf_counter()]
     records, _ = load_data(data)
     times.append(time.perf_counter())
     encoded, accounting = encode_preference(
@@ -93,10 +93,26 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
     )
     steps = sum(1 for step in range(len(batches)) if batches.plan(step))
     times.append(time.perf_counter())
-    cpu_seconds, parent_cpu_seconds = (
-        _processor_seconds() - cpu_before,
-        time.process_time() - parent_before,
-    )
+    cpu_seconds = _processor_seconds() - cpu_before
+    parent_cpu_seconds = time.process_time() - parent_before
+    began, read, tokenized, planned = times
+    return {
+        "processes": processes,
+        "rows": len(encoded),
+        "tokens": accounting.total_tokens,
+        "steps": steps,
+        "seconds": planned - began,
+        "read_seconds": read - began,
+        "encode_seconds": tokenized - read,
+        "plan_seconds": planned - tokenized,
+        "cpu_seconds": cpu_seconds,
+        "parent_cpu_seconds": parent_cpu_seconds,
+        "sha256": _digest(encoded),
+    }
+
+
+def _digest(encoded: Dataset) -> str:
+    """SHA-256 of all numbers, whatever chunks Arrow holds them in."""
     rows = hashlib.sha256()
     for table in encoded.with_format("arrow").iter(1000):
         for column in table.columns:
@@ -104,21 +120,7 @@ def encode(data: str, tokenizer: str, processes: int) -> dict[str, Any]:
                 rows.update(pc.list_value_length(column).to_numpy().tobytes())
                 column = pc.list_flatten(column)
             rows.update(column.to_numpy().tobytes())
-    parts = ("read_seconds", "encode_seconds", "plan_seconds")
-    return {
-        "processes": processes,
-        "rows": len(encoded),
-        "tokens": accounting.total_tokens,
-        "steps": steps,
-        "seconds": times[-1] - times[0],
-        **{
-            name: after - before
-            for name, (before, after) in zip(parts, pairwise(times), strict=True)
-        },
-        "cpu_seconds": cpu_seconds,
-        "parent_cpu_seconds": parent_cpu_seconds,
-        "sha256": rows.hexdigest(),
-    }
+    return rows.hexdigest()
 
 
 def _processor_seconds() -> float:
@@ -145,37 +147,49 @@ def _watched(command: Sequence[str], env: Mapping[str, str]) -> tuple[str, dict[
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as running:
         parent = Path("/proc", str(running.pid))
         while running.poll() is None:
+            # A process may end between two of its files, which then are gone or empty.
             with contextlib.suppress(OSError, KeyError):
-                children = [
-                    Path("/proc", pid)
-                    for task in parent.glob("task/*/children")
-                    for pid in _words(task)
-                ]
-                sizes = {"parent": _memory(parent)} | {
-                    f"process {n}": _memory(c) for n, c in enumerate(children, 1)
-                }
-                sample = {
-                    f"{name}, {kind}": mb
-                    for name, size in sizes.items()
-                    for kind, mb in size.items()
-                }
-                shares = [sample.pop(f"{name}, share") for name in sizes]
-                samples.append(sample | {"all, private": sum(shares)})
+                samples.append(_memory_of_all(parent))
             time.sleep(0.5)
         output = running.stdout.read() if running.stdout else ""
     if running.returncode:
         raise subprocess.CalledProcessError(running.returncode, command)
+    return output, _most_in_tenths(samples)
+
+
+def _memory_of_all(parent: Path) -> dict[str, float]:
+    """MB of a process and its children: "parent, resident", "process 1, private", "all, private".
+
+    Pages that several of them share count once in "all": each has its share of them.
+    """
+    sizes = {"parent": _memory(parent)}
+    for number, child in enumerate(_children(parent), 1):
+        sizes[f"process {number}"] = _memory(child)
+    sample: dict[str, float] = {}
+    private = 0.0
+    for name, size in sizes.items():
+        sample[f"{name}, resident"] = size["resident"]
+        sample[f"{name}, private"] = size["private"]
+        private += size["share"]
+    return {**sample, "all, private": private}
+
+
+def _children(process: Path) -> list[Path]:
+    """The directories in /proc of the processes that the threads of one have started."""
+    found = []
+    for task in process.glob("task/*/children"):
+        found += [Path("/proc", number) for number in task.read_text().split()]
+    return found
+
+
+def _most_in_tenths(samples: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The highest of each number in each tenth of the samples."""
     bounds = [len(samples) * tenth // 10 for tenth in range(11)]
     tenths = [samples[begin : max(end, begin + 1)] for begin, end in pairwise(bounds)]
-    names = dict.fromkeys(name for sample in samples for name in sample)
-    return output, {
-        name: [round(max(each.get(name, 0) for each in tenth)) for tenth in tenths]
-        for name in names
-    }
-
-
-def _words(file: Path) -> list[str]:
-    return file.read_text().split()
+    most: dict[str, list[float]] = {}
+    for name in dict.fromkeys(chain.from_iterable(samples)):
+        most[name] = [round(max(each.get(name, 0) for each in tenth)) for tenth in tenths]
+    return most
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

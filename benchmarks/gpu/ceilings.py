@@ -19,20 +19,20 @@ from ...kernels import passes
 from .. import measure
 from ..kernels import OPERATION, SPREAD
 from ..measure import clocks, timed
-from ..operation import Inputs
+from ..operation import Inputs, Json
 from ..report import shown
 
 ROWS = 512  # whose log-probs are compared
 
 
-def copy(device: str, size: int, seconds: float) -> dict[str, Any]:
+def copy(device: str, size: int, seconds: float) -> Json:
     """A copy of ``size`` bytes, each read and written once."""
     x = torch.randint(255, (size,), dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     return _rates({"TB/s": (lambda _: y.copy_(x), 2 * size)}, x.device, seconds)
 
 
-def square(device: str, side: int, seconds: float) -> dict[str, Any]:
+def square(device: str, side: int, seconds: float) -> Json:
     """A product of two square matrices: ten at once, and for so long that power sets the clock."""
     a, b = _random(device, (side, side), (side, side))
     out, flops = torch.empty_like(a), 2 * side**3
@@ -45,7 +45,7 @@ def square(device: str, side: int, seconds: float) -> dict[str, Any]:
     return {"burst of ten": burst, **_rates({"sustained": (product, flops)}, a.device, seconds)}
 
 
-def products(device: str, rows: int, columns: int, width: int, seconds: float) -> dict[str, Any]:
+def products(device: str, rows: int, columns: int, width: int, seconds: float) -> Json:
     """The products of a tile: logits into float32 and bfloat16, sums of gradients, and a gradient
     in one product.
     """
@@ -66,7 +66,7 @@ def products(device: str, rows: int, columns: int, width: int, seconds: float) -
     return _rates({name: (step, flops) for name, step in steps.items()}, h.device, seconds)
 
 
-def truncation(device: str, width: int, rows: int, columns: int) -> dict[str, Any]:
+def truncation(device: str, width: int, rows: int, columns: int) -> Json:
     """Errors of logits in a product of bfloat16 into float32, whose sums a tensor core may cut off,
     not round.
     """
@@ -78,7 +78,7 @@ def truncation(device: str, width: int, rows: int, columns: int) -> dict[str, An
     return {"largest error": _small(error.abs().max()), "toward 0 on average": _small(toward_zero)}
 
 
-def logprobs(device: str, shape: tuple[int, ...], provider: str) -> dict[str, Any]:
+def logprobs(device: str, shape: tuple[int, ...], provider: str) -> Json:
     """Errors of log-probs in nats; those of the provider "cublas" have their logits from one
     product into float32.
     """
@@ -113,9 +113,7 @@ def _exact(device: str, shape: tuple[int, ...]) -> tuple[Inputs, Tensor]:
     return inputs, torch.cat(parts)
 
 
-def tiles(
-    device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float
-) -> dict[str, Any]:
+def tiles(device: str, shape: tuple[int, ...], rows: int, columns: int, seconds: float) -> Json:
     """Milliseconds of our forward and backward with tiles of that size, for three budgets of kept
     logits.
     """
@@ -131,7 +129,7 @@ def tiles(
     return milliseconds | _state(state)
 
 
-def profile(device: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def profile(device: str, shape: tuple[int, ...]) -> Json:
     """The kernels of one step of ours, log-prob and entropy, forward and backward, with all logits
     kept.
     """
@@ -180,7 +178,7 @@ def _float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _rates(
     steps: dict[str, tuple[Callable[..., object], float]], device: torch.device, seconds: float
-) -> dict[str, Any]:
+) -> Json:
     """The operations, or bytes, of each step in 10¹² a second."""
     with clocks(device) as state:
         rates = {
@@ -190,7 +188,7 @@ def _rates(
     return rates | _state(state)
 
 
-def _state(clocks: dict[str, Any]) -> dict[str, Any]:
+def _state(clocks: Json) -> Json:
     return {"MHz / W / °C": shown(clocks)} if clocks else {}
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import harness
+from ..operation import Json
 from ..report import PEERS, versions
 from ..worker import CallFailed, Lost, Worker
 
@@ -43,18 +44,18 @@ class Book:
 
     def __init__(self, path: Path, device: str) -> None:
         self.path, self.device = path, device
-        self.records: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.records: dict[tuple[str, str, str], Json] = {}
         text = path.read_text() if path.exists() else ""
         if text and not text.endswith("\n"):  # a call was ended while it wrote
             path.write_text(text := text[: text.rfind("\n") + 1])
         for line in text.splitlines():
             self._enter(json.loads(line))
 
-    def _enter(self, record: dict[str, Any]) -> None:
+    def _enter(self, record: Json) -> None:
         if record["version"] == version(record["provider"], self.device):
             self.records[record["part"], record["case"], record["provider"]] = record
 
-    def add(self, unit: Unit, guess: float, outcome: dict[str, Any]) -> dict[str, Any]:
+    def add(self, unit: Unit, guess: float, outcome: Json) -> Json:
         """``outcome`` as a record of this unit, written to the file."""
         names = {
             "part": unit.part,
@@ -68,7 +69,7 @@ class Book:
         self._enter(record)
         return record
 
-    def record_of(self, unit: Unit) -> dict[str, Any] | None:
+    def record_of(self, unit: Unit) -> Json | None:
         return self.records.get((unit.part, unit.case, unit.provider))
 
     def done(self, unit: Unit) -> bool:
@@ -84,7 +85,7 @@ class Book:
         """Providers that ran out of time once or ended the process twice, and so cost no more time;
         and where.
         """
-        lost: dict[str, list[dict[str, Any]]] = {}
+        lost: dict[str, list[Json]] = {}
         for record in self.records.values():
             if record["status"] == "lost":
                 lost.setdefault(record["provider"], []).append(record)
@@ -134,8 +135,8 @@ def chain(
     units: Iterable[Unit],
     book: Book,
     left: Callable[[], float],
-    attempt: Callable[[Unit, float], dict[str, Any]],
-    on_record: Callable[[dict[str, Any]], None],
+    attempt: Callable[[Unit, float], Json],
+    on_record: Callable[[Json], None],
 ) -> list[Unit]:
     """Measures what was not measured and fits into what is ``left()``, in order; returns what does
     not fit.
@@ -158,12 +159,12 @@ def chain(
 
 def attempted(
     worker: Worker, unit: Unit, limit: float, *, patience: float, clock: Callable[[], float]
-) -> dict[str, Any]:
+) -> Json:
     """Measures a unit: "done" with the result, "lost" or "failed" with the reason, "cut" after
     ``limit`` seconds.
     """
     began = clock()
-    outcome: dict[str, Any]
+    outcome: Json
     try:
         if unit.plan is not None:
             worker.prepare(harness.prepared, unit.plan, seconds=min(worker.start, limit))

@@ -30,11 +30,10 @@ from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from .. import harness
 from ..kernels import OPERATION
-from ..operation import named
+from ..operation import Json, named
 from ..real_model import Unavailable
 from ..report import merged, plot, save, say, show_table, shown
 from ..worker import CallFailed, Worker
@@ -263,7 +262,7 @@ def planned(options: argparse.Namespace) -> list[Unit]:
     return [unit for part in options.parts for unit in PARTS[part](part, options)]
 
 
-def write(record: dict[str, Any], book: Book, report: dict[str, Any], output: Path) -> None:
+def write(record: Json, book: Book, report: Json, output: Path) -> None:
     """Prints a line for each figure, and saves the report so far."""
     for text in lines(record):
         say(
@@ -272,7 +271,7 @@ def write(record: dict[str, Any], book: Book, report: dict[str, Any], output: Pa
     finish(report, book, output, plots=False)
 
 
-def lines(record: dict[str, Any]) -> Iterator[str]:
+def lines(record: Json) -> Iterator[str]:
     if record["status"] != "done":
         yield f"{record['status']}, {record['reason']}"
     elif isinstance(record["found"], list):
@@ -287,7 +286,7 @@ def lines(record: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def in_a_line(row: dict[str, Any]) -> str:
+def in_a_line(row: Json) -> str:
     if row["status"] != "measured":
         return f"{row['status']}, {row['reason']}"
     ratios = " ".join(f"÷{name} {value:.2f}" for name, value in row["ratio"].items())
@@ -297,7 +296,7 @@ def in_a_line(row: dict[str, Any]) -> str:
     )
 
 
-def finish(report: dict[str, Any], book: Book, output: Path, *, plots: bool = True) -> None:
+def finish(report: Json, book: Book, output: Path, *, plots: bool = True) -> None:
     """Writes the report of all records as gpu.json, gpu.md, gpu.png and profile.txt."""
     order = {part: i for i, part in enumerate(PARTS)}
     records = sorted(
@@ -323,7 +322,7 @@ def finish(report: dict[str, Any], book: Book, output: Path, *, plots: bool = Tr
         plot(report, output / "gpu.png")
 
 
-def grid(rows: dict[str, dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def grid(rows: dict[str, Json]) -> tuple[list[str], list[list[str]]]:
     """Header and cells of rows that may have different columns."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     return ["", *names], [
@@ -337,7 +336,7 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def status(book: Book, report: dict[str, Any]) -> int:
+def status(book: Book, report: Json) -> int:
     """1 if one of ours failed, was lost or is wrong, or nothing was measured yet."""
     records = book.records.values()
     bad = [

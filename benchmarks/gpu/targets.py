@@ -1,14 +1,15 @@
 """The figures that our head is to meet."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
+
+from ..operation import Json
 
 HEADER = ["target", "found", "wanted", ""]
 
 
-def targets(cases: Sequence[dict[str, Any]], machine: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def targets(cases: Sequence[Json], machine: Json) -> Iterator[Json]:
     """Each target with the figure that was measured, at the shape of the first case, log-prob and
     entropy.
     """
@@ -17,7 +18,7 @@ def targets(cases: Sequence[dict[str, Any]], machine: dict[str, Any]) -> Iterato
     ]
     same = [c for c in heads if c["shape"] == heads[0]["shape"]]
 
-    def rows(kind: str, *, sparse: bool = False) -> list[dict[str, Any]]:
+    def rows(kind: str, *, sparse: bool = False) -> list[Json]:
         """Those that were measured, with the floors of their case; the fastest first."""
         chosen = [c for c in same if c["pass"] == kind and bool(c["dead_rows"]) == sparse]
         measured = [
@@ -41,15 +42,15 @@ def targets(cases: Sequence[dict[str, Any]], machine: dict[str, Any]) -> Iterato
     yield _error([*train, *forward], 1e-4 if "gpu" in machine else 1e-6)
 
 
-def ours(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def ours(rows: Iterable[Json]) -> list[Json]:
     return [row for row in rows if row["provider"].startswith("burnish")]
 
 
-def _seconds(row: dict[str, Any]) -> float:
+def _seconds(row: Json) -> float:
     return float(row["seconds"]["median"])
 
 
-def _ratio(what: str, rows: list[dict[str, Any]], which: int, wanted: float) -> dict[str, Any]:
+def _ratio(what: str, rows: list[Json], which: int, wanted: float) -> Json:
     """The fastest row over a floor of its case: the first with logits kept, the second with logits
     recomputed.
     """
@@ -61,7 +62,7 @@ def _ratio(what: str, rows: list[dict[str, Any]], which: int, wanted: float) -> 
     return _target(what, f"≤ {wanted}")
 
 
-def _against_others(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _against_others(rows: list[Json]) -> Json:
     what, others = (
         "train ÷ the fastest of the others",
         [row for row in rows if row not in ours(rows)],
@@ -72,7 +73,7 @@ def _against_others(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return _target(what, "≤ 1", f"{ratio:.2f} ({others[0]['provider']})", ratio <= 1)
 
 
-def _dead_rows(sparse: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _dead_rows(sparse: list[Json], rows: list[Json]) -> Json:
     what, dense = "backward with 80 % dead rows ÷ with none", {row["provider"]: row for row in rows}
     for row in sparse:
         if row["provider"] in dense:
@@ -81,7 +82,7 @@ def _dead_rows(sparse: list[dict[str, Any]], rows: list[dict[str, Any]]) -> dict
     return _target(what, "≤ 0.3")
 
 
-def _memory(recomputing: list[dict[str, Any]], cases: list[dict[str, Any]]) -> dict[str, Any]:
+def _memory(recomputing: list[Json], cases: list[Json]) -> Json:
     what, known = (
         "extra memory, recomputing, less gradients",
         [r for r in recomputing if r["extra_bytes"] is not None],
@@ -99,7 +100,7 @@ def _memory(recomputing: list[dict[str, Any]], cases: list[dict[str, Any]]) -> d
     return _target(what, wanted, f"{extra / 1e9:.3f} GB", extra <= bound)
 
 
-def _error(rows: list[dict[str, Any]], wanted: float) -> dict[str, Any]:
+def _error(rows: list[Json], wanted: float) -> Json:
     """The largest of all of ours."""
     what, worst = "error of a log-prob, in nats", dict[str, float]()
     for row in rows:
@@ -116,13 +117,11 @@ def _error(rows: list[dict[str, Any]], wanted: float) -> dict[str, Any]:
     )
 
 
-def _target(
-    what: str, wanted: str, found: str = "not measured", met: bool | None = None
-) -> dict[str, Any]:
+def _target(what: str, wanted: str, found: str = "not measured", met: bool | None = None) -> Json:
     return {"what": what, "found": found, "wanted": wanted, "met": met}
 
 
-def cells(targets: Iterable[dict[str, Any]]) -> list[list[str]]:
+def cells(targets: Iterable[Json]) -> list[list[str]]:
     verdicts = {None: "", True: "met", False: "missed"}
     return [
         [target["what"], target["found"], target["wanted"], verdicts[target["met"]]]

@@ -20,6 +20,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..operation import Json
 from ..real_model import smollm2
 
 AGREEMENT, CUT = 1e-5, 0.02
@@ -31,7 +32,7 @@ _TINY: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidd
 _TINY |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
 
 
-def questions(pairs: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def questions(pairs: Iterator[Json]) -> Iterator[Json]:
     """As many questions as there are pairs, each after some others that are answered; not the long
     ones.
     """
@@ -114,18 +115,18 @@ def gradient_kept(path: Path) -> Iterator[None]:
         hook.remove()
 
 
-def full_length(metrics: Sequence[dict[str, Any]], tokens: int) -> bool:
+def full_length(metrics: Sequence[Json], tokens: int) -> bool:
     """True if hardly a completion ended before it was cut at so many tokens."""
     return all(line["completions/mean_length"] >= (1 - CUT) * tokens for line in metrics)
 
 
-def replay(samples: Path) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
+def replay(samples: Path) -> Callable[[Sequence[Any], Any], Json]:
     """For the peer's trainer: the completions that were drawn on our side, to the prompts that it
     asks for in turn.
     """
     lines = map(json.loads, samples.read_text().splitlines())
 
-    def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+    def rollout(prompts: Sequence[Any], trainer: Any) -> Json:
         drawn = list(islice(lines, len(prompts)))
         tokenized = trainer.processing_class.apply_chat_template(
             prompts, add_generation_prompt=True, return_dict=True

@@ -38,7 +38,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ...loops.recipes import opener, settings_of
 from ..measure import resident_bytes
-from ..operation import unknown_name
+from ..operation import Json, unknown_name
 from ..real_model import labeled, preference_pairs, smollm2, write_jsonl
 from ..report import figure, load, show_table, table, versions
 from ..worker import Worker
@@ -48,7 +48,7 @@ PEER = "trl"
 AGREEMENT = 1e-4
 HEADER = ["provider", "difference", "s per step", "min–max", "÷peer", "CPU s", "÷peer"]
 HEADER += ["peak MB", "÷peer", "imports MB"]
-Rows = Iterator[dict[str, Any]]
+Rows = Iterator[Json]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Recipe:
     model: Callable[[Path | None, Path], Path] = lambda given, directory: given or smollm2()
 
     @property
-    def providers(self) -> dict[str, dict[str, Any]]:
+    def providers(self) -> dict[str, Json]:
         """Names, with the fields that each changes."""
         return {
             PEER: {},
@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (RuntimeError, ImportError, ValueError) as error:
         print(f"burnish bench loops: {error}", file=sys.stderr)
         return 1
-    report = {"command": shlex.join(["burnish", "bench", "loops", *arguments])} | report
+    report = {"command": shlex.join(["burnish", "bench", "loops", *arguments]), **report}
     show_table(HEADER, cells(report))
     save(report, options.output)
     return 0 if all(figures["agrees"] for figures in report["figures"].values()) else 1
@@ -206,10 +206,10 @@ def compare(
     names: tuple[str, ...],
     model: Path | None = None,
     dtype: str = "float32",
-) -> dict[str, Any]:
+) -> Json:
     """Figures of every provider, over ``rounds`` interleaved processes each."""
     before, chosen = load(), RECIPES[recipe]
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    results: dict[str, list[Json]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as temporary:
         directory = Path(temporary)
         model = chosen.model(model, directory)
@@ -278,7 +278,7 @@ def gradient_differences(
     return differences
 
 
-def summarize(runs: list[dict[str, Any]], difference: float | None, limit: float) -> dict[str, Any]:
+def summarize(runs: list[Json], difference: float | None, limit: float) -> Json:
     """Figures of the runs of one provider; the ``difference`` from the peer is None for the peer in
     another setting.
     """
@@ -297,7 +297,7 @@ def summarize(runs: list[dict[str, Any]], difference: float | None, limit: float
     }
 
 
-def cells(report: dict[str, Any]) -> Iterator[list[str]]:
+def cells(report: Json) -> Iterator[list[str]]:
     """The rows of the table as text."""
     peer, keys = report["figures"][PEER], ("seconds_median", "processor_seconds_median", "peak_mib")
     for name, figures in report["figures"].items():
@@ -327,7 +327,7 @@ def cells(report: dict[str, Any]) -> Iterator[list[str]]:
         ]
 
 
-def save(report: dict[str, Any], directory: Path) -> None:
+def save(report: Json, directory: Path) -> None:
     """``loops.json``, ``loops.md`` and ``loops.png``."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "loops.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -352,7 +352,7 @@ def save(report: dict[str, Any], directory: Path) -> None:
     plot(report, directory / "loops.png")
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
+def plot(report: Json, path: Path) -> None:
     """Time and memory over the peer's, of those that agree."""
     agreeing = {name: figures for name, figures in report["figures"].items() if figures["agrees"]}
     picture = figure(9, 1 + 0.4 * len(agreeing))
@@ -369,12 +369,12 @@ def plot(report: dict[str, Any], path: Path) -> None:
     picture.savefig(path, dpi=120)
 
 
-def in_own_process(recipe: str, provider: str, *arguments: object) -> dict[str, Any]:
+def in_own_process(recipe: str, provider: str, *arguments: object) -> Json:
     """`run_provider`, in another process."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     with closing(Worker()) as worker:
         try:
-            result: dict[str, Any] = worker.call(run_provider, recipe, provider, *arguments)
+            result: Json = worker.call(run_provider, recipe, provider, *arguments)
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(f"{provider} failed: {error}") from error
     return result
@@ -389,7 +389,7 @@ def run_provider(
     steps: int,
     dtype: str = "float32",
     evidence: Path | None = None,
-) -> dict[str, Any]:
+) -> Json:
     """Train; the gradient of the first step and its completions are kept in ``evidence``, if it is
     given.
     """
@@ -456,7 +456,7 @@ def train_burnish(
     learning_rate: float = 1e-6,
     recipe: str = "dpo",
     **fields: object,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Metrics of each step."""
     chosen = RECIPES[recipe]
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as output:
@@ -485,7 +485,7 @@ def train_trl(
     recipe: str = "dpo",
     rollout: Callable[..., object] | None = None,
     **fields: object,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Metrics of each step of the peer's trainer, with its defaults where nothing is said.
 
     Args:

@@ -1,9 +1,7 @@
-"""What a run was, in ``run.json`` of its directory: one entry for each time that it was started or
-resumed.
+"""What a run was, in ``run.json`` of its directory: one entry for each start or resume.
 
-    {"starts": [{"began": ..., "command": ..., "call": ..., "versions": ..., "ranks": ..., "model":
-    ..., "data": ...,
-                 "ended": {"time": ..., "step": ...}}, ...]}
+    {"starts": [{"began": ..., "command": ..., "call": ..., "versions": ..., "ranks": ...,
+                 "model": ..., "data": ..., "ended": {"time": ..., "step": ...}}, ...]}
 
 An entry without ``ended`` is that of a run that goes on, or was killed. Secrets are left out, see
 `redaction`.
@@ -18,7 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 
 from ...data import Accounting, Records
+from ..config import Common
 from ..lines import move_aside
 from ..redaction import MARK, hide, is_secret, redacted
 from ..versions import git_revision, launch_variables, versions
@@ -39,11 +38,13 @@ from .ranks import from_main, gather_to_main
 log = logging.getLogger(__name__)
 
 FILE = "run.json"
+Entry = dict[str, Any]  # of the record, as JSON holds it; its keys are those of `describe`
+# hf://datasets/openai/gsm8k@e53f048856ff4f594e959d75785d2c2d37b678ee/main/train.parquet
 _HUB_FILE = re.compile(r"hf://datasets/[^@]+@([0-9a-f]{40})/")
 
 
 @contextmanager
-def recorded(training: Any) -> Iterator[dict[str, Any]]:
+def recorded(training: Any) -> Iterator[Entry]:
     """Add an entry to the record of a run, and its end when the run ends. Every rank calls it.
 
     Args:
@@ -59,7 +60,7 @@ def recorded(training: Any) -> Iterator[dict[str, Any]]:
         yield {}
         return
     ranks = gather_to_main(accelerator, _device(accelerator))
-    entries: list[dict[str, Any]] = []
+    entries: list[Entry] = []
     path = training.directory / FILE
 
     def begin() -> None:
@@ -68,13 +69,13 @@ def recorded(training: Any) -> Iterator[dict[str, Any]]:
         _write(path, entries)
 
     from_main(accelerator, begin)
-    if not entries:
+    if not entries:  # on the other ranks
         yield {}
         return
-    ended: dict[str, Any] = {}
+    ended: dict[str, str] = {}
     try:
         yield entries[-1]
-    except BaseException as error:
+    except BaseException as error:  # also a signal: then the error is Stopped
         ended["error"] = type(error).__name__
         raise
     finally:
@@ -85,9 +86,10 @@ def recorded(training: Any) -> Iterator[dict[str, Any]]:
             log.warning("%s: the end of the run is not in it: %s", path, error)
 
 
-def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The entries of a record, oldest first. A file that can't be read is moved aside, with a
-    warning.
+def read_entries(path: Path) -> list[Entry]:
+    """The entries of a record, oldest first.
+
+    A file that can't be read is moved aside, with a warning.
     """
     if not os.path.lexists(path):
         return []
@@ -108,15 +110,16 @@ def _write(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
     replace(path, json.dumps({"starts": entries}, indent=1) + "\n", mode=0o600)
 
 
-def describe(training: Any) -> dict[str, Any]:
+def describe(training: Any) -> Entry:
     """The entry of a run that begins, without its ranks."""
     context = training.context
     settings = changed_settings(context.config, context.description)
     recipe = recipe_name(context.config)
+    name = context.config.model
+    if not isinstance(name, str):  # a model in memory, which may know where it was loaded from
+        name = context.model.plain.name_or_path
     model = {
-        "name": context.config.model
-        if isinstance(context.config.model, str)
-        else context.model.plain.name_or_path,
+        "name": name,
         "revision": getattr(context.model.plain.config, "_commit_hash", None),
         "architecture": type(context.model.plain).__name__,
     }
@@ -136,8 +139,8 @@ def describe(training: Any) -> dict[str, Any]:
         "eval_data": parts_of(context.eval_accounting, context.eval_records),
         "encoded_data": training.state["data"],
     }
-    plain: dict[str, Any] = redacted(entry)
-    return plain
+    without_secrets: Entry = redacted(entry)
+    return without_secrets
 
 
 def recipe_name(config: object) -> str:
@@ -145,23 +148,23 @@ def recipe_name(config: object) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(config).__name__).lower()
 
 
-def changed_settings(config: Any, description: str) -> dict[str, Any]:
-    """The settings that are not the default ones, by name, as a description of them has them (see
-    `to_yaml`).
+def changed_settings(config: Common, description: str) -> dict[str, object]:
+    """The settings that are not the default ones, by name.
+
+    Args:
+        description: has their values as texts, numbers, lists and mappings, see `to_yaml`.
     """
-    described: dict[str, Any] = yaml.safe_load(description)
-    defaults = type(config)(
-        **{each.name: getattr(config, each.name) for each in fields(config) if _required(each)}
-    )
-    names = [
-        each.name
-        for each in fields(config)
-        if _required(each) or _differs(config, defaults, each.name)
-    ]
-    return {name: described[name] for name in names}
+    described: dict[str, object] = yaml.safe_load(description)
+    required = [each.name for each in fields(config) if _required(each)]
+    defaults = type(config)(**{name: getattr(config, name) for name in required})
+    changed = {}
+    for name in described:
+        if name in required or _differs(config, defaults, name):
+            changed[name] = described[name]
+    return changed
 
 
-def _required(field: Any) -> bool:
+def _required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
 
 
@@ -179,17 +182,16 @@ def call_of(recipe: str, settings: Mapping[str, object]) -> str:
 
 
 def command_line(words: Sequence[str] = ()) -> str:
-    """The command that started this process, without secrets, and without the program of
-    ``python -c``.
+    """The command that started this process, without secrets, and without ``-c`` programs.
 
     Args:
         words: of the command; unless given, those of this process.
     """
     shown: list[str] = []
     before = ""
-    for word in words or sys.orig_argv:
+    for word in words or sys.orig_argv:  # with the interpreter's own flags, which sys.argv lacks
         flag, equals, value = word.partition("=")
-        if before == "-c":
+        if before == "-c":  # a program of many lines
             shown.append("...")
         elif is_secret(before.lstrip("-"), word):
             shown.append(MARK)
@@ -201,10 +203,8 @@ def command_line(words: Sequence[str] = ()) -> str:
     return hide(shlex.join(shown))
 
 
-def parts_of(accounting: Accounting | None, records: Sequence[Records]) -> list[dict[str, Any]]:
-    """The account of each part of the data, with the SHA-256 of its rows; streamed data have
-    none.
-    """
+def parts_of(accounting: Accounting | None, records: Sequence[Records]) -> list[Entry]:
+    """The account of each part of the data, with the SHA-256 of its rows unless it is streamed."""
     if accounting is None:
         return []
     parts = accounting.parts or (accounting,)
@@ -216,7 +216,7 @@ def parts_of(accounting: Accounting | None, records: Sequence[Records]) -> list[
     return described
 
 
-def _counts(part: Accounting) -> dict[str, Any]:
+def _counts(part: Accounting) -> Entry:
     return {
         "source": part.source,
         "available": part.available,

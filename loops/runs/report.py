@@ -44,7 +44,7 @@ _FIRST = (
 _PANELS = 12
 _PANEL = (4.0, 2.6)  # inches
 
-Entry = dict[str, float]  # a line of metrics.jsonl: numbers by name, "step" among them
+MetricsLine = dict[str, float]  # a line of metrics.jsonl: numbers by name, "step" among them
 Curves = dict[str, dict[str, list[tuple[int, float]]]]  # metric -> data set -> (step, value)
 
 
@@ -207,7 +207,7 @@ def _take_back(path: Path, start: int) -> float:
     return num_tokens
 
 
-def parse_entry(line: bytes) -> Entry:
+def parse_entry(line: bytes) -> MetricsLine:
     """A line of the journal: numbers by their names, ``step`` among them.
 
     Raises:
@@ -222,7 +222,7 @@ def parse_entry(line: bytes) -> Entry:
     return entry
 
 
-def entries(path: Path) -> Iterator[Entry]:
+def entries(path: Path) -> Iterator[MetricsLine]:
     """The readable lines of a journal, one at a time; none if it can't be read."""
     with suppress(OSError):
         for line in lines_of(path):
@@ -230,7 +230,7 @@ def entries(path: Path) -> Iterator[Entry]:
                 yield parse_entry(line)
 
 
-def written(directory: Path | None, start: int) -> Iterator[Entry]:
+def written(directory: Path | None, start: int) -> Iterator[MetricsLine]:
     """The readable entries up to the step that a run resumes from; none of a run that begins."""
     if directory and start:
         for entry in entries(directory / "metrics.jsonl"):

@@ -32,7 +32,7 @@ from .directory import lock_directory
 from .feed import StepFeed, digest
 from .liveness import at
 from .ranks import barrier, from_main, watching
-from .record import recorded
+from .record import Entry, recorded
 from .report import draw_curves, journal, written
 from .storage import sync
 
@@ -58,7 +58,7 @@ class _Running:
     """
 
     received: Mapping[str, float]
-    entry: dict[str, Any]
+    entry: Entry
     log: Callable[[int, Mapping[str, float]], None]
     saver: checkpoint.Saver
     saved: float
@@ -489,7 +489,7 @@ class Training:
             self.best, self.lowest = step, value
         return better
 
-    def _save_model(self, entry: Mapping[str, object]) -> None:
+    def _save_model(self, entry: Entry) -> None:
         """Write the model, its card and the curves.
 
         Args:
