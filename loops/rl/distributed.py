@@ -4,6 +4,9 @@ published.
     rank 0     `DistributedSource`, which the scheduler asks; a request goes to a rank by its task
     others     `Follower`, whose thread answers requests from this rank's own source, and sends the samples back
 
+A request that is cancelled is cancelled on its rank, too, and has ended there: what follows may be
+a step on the weights that it was sampled from.
+
 Request seeds are hashes of (run, task, index, turn), so that it does not matter which rank samples
 which task.
 """
@@ -15,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -27,6 +30,11 @@ from ..runs.liveness import RankLost
 from ..runs.ranks import broadcast_order, gloo_group, receive, send
 
 _PARTING = 10.0  # seconds in which another rank should stop sampling
+
+# In place of a request: the one of this number is given up.
+_CANCELLED: Literal["cancelled"] = "cancelled"
+
+Message = Request | Literal["cancelled"] | None
 
 
 def distributed(
@@ -87,7 +95,7 @@ class DistributedSource:
         self.vocab: int | None = getattr(self.source, "vocab", None)
         self.separate: bool = getattr(self.source, "separate", False)
         self.parts = min(self.group_size, -(-self.ranks // self.groups))  # of a group
-        self._unsent: list[list[tuple[int, Request | None]]] = [[] for _ in range(self.ranks)]
+        self._unsent: list[list[tuple[int, Message]]] = [[] for _ in range(self.ranks)]
         self._awaited: list[dict[int, asyncio.Future[Any]]] = [{} for _ in range(self.ranks)]
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
         self._numbers, self._closed = count(), False
@@ -151,7 +159,23 @@ class DistributedSource:
         self._awaited[rank][number] = outcome
         self._talk(rank, self._send)
         self._talk(rank, self._receive)
-        return await outcome
+        try:
+            return await outcome
+        except asyncio.CancelledError:
+            await self._cancel(rank, number)
+            raise
+
+    async def _cancel(self, rank: int, number: int) -> None:
+        """Have a request end on its rank, and wait until it has."""
+        if self._awaited[rank].get(number) is None:
+            return  # it was answered, or the connection is gone
+        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._awaited[rank][number] = ended
+        self._unsent[rank].append((number, _CANCELLED))
+        self._talk(rank, self._send)
+        self._talk(rank, self._receive)
+        with suppress(Exception):  # the rank is lost, which `_fail` has told those who wait
+            await ended
 
     def _talk(self, rank: int, what: Callable[[int], Awaitable[None]]) -> None:
         """Send to a rank, or receive from it, unless that is under way already."""
@@ -226,7 +250,7 @@ class Follower:
         assert self.source is not None
         if self.accelerator.device.type == "cuda":
             torch.cuda.set_device(self.accelerator.device)  # of this thread
-        under_way: set[asyncio.Task[None]] = set()
+        under_way: dict[int, asyncio.Task[Any]] = {}
         replying = asyncio.create_task(self._reply())
         last: int | None = None
         with suppress(RankLost):
@@ -234,24 +258,32 @@ class Follower:
                 for number, request in await off_loop(partial(receive, 0, self.group)):
                     if request is None:
                         last = number
-                    else:
-                        task = asyncio.create_task(self._complete(number, request))
-                        under_way.add(task)
-                        task.add_done_callback(under_way.discard)
-        for task in under_way:
+                    elif isinstance(request, Request):
+                        task = asyncio.create_task(self._complete(request))
+                        under_way[number] = task
+                        task.add_done_callback(partial(self._ended, number, under_way))
+                    elif number in under_way:  # or else its answer is on the way
+                        under_way[number].cancel()
+        for task in under_way.values():
             task.cancel()
         self._replies.put_nowait((last, None))
         await replying
         await self.source.close()
         self._loop.stopped.set()
 
-    async def _complete(self, number: int, request: Request) -> None:
+    async def _complete(self, request: Request) -> tuple[list[Sample] | None, str | None]:
         assert self.source is not None
-        outcome: tuple[list[Sample] | None, str | None]
         try:
-            outcome = await self.source.sample(request), None
+            return await self.source.sample(request), None
         except Exception as error:
-            outcome = None, f"{type(error).__name__}: {error}"
+            return None, f"{type(error).__name__}: {error}"
+
+    def _ended(
+        self, number: int, under_way: dict[int, asyncio.Task[Any]], task: asyncio.Task[Any]
+    ) -> None:
+        """Reply to a request; one that was cancelled may never have begun."""
+        del under_way[number]
+        outcome = (None, _CANCELLED) if task.cancelled() else task.result()
         self._replies.put_nowait((number, outcome))
 
     async def _reply(self) -> None:

@@ -30,7 +30,9 @@ from .settings import OnlineConfig
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 8  # takes in a row, for one rollout, in which groups without variance are passed over
+PATIENCE = (
+    8  # groups looked at for each that is wanted, where those without variance are passed over
+)
 
 
 @dataclass
@@ -71,6 +73,8 @@ class RolloutFeed(StepFeed):
         self.steps_per_rollout: int = self.config.steps_per_rollout
         self.stateful = True
         self.evaluates = run.eval_data is not None
+        if self.scheduler is not None and self.dynamic_sampling:
+            self.scheduler.keep = self._varies
         self.step = -1  # latest requested step
         self.rollout: RolloutBuffer | None = None
         self.monitor = RewardMonitor()
@@ -207,36 +211,40 @@ class RolloutFeed(StepFeed):
     def _take(self, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
         """On the main process, the groups of a rollout; with dynamic sampling only groups whose
         rewards vary, and metrics of all."""
-        rewards = self.context.rewards
         wanted = self.config.prompts_per_rollout
-        sampled: list[list[Sample]] = []
-        kept: list[list[Sample]] = []
         assert self.scheduler is not None
         self.scheduler.publish()
-        for _ in range(PATIENCE if self.dynamic_sampling else 1):
+        kept: list[list[Sample]] = []
+        passed_over: list[list[Sample]] = []
+        wasted = 0
+        limits = [PATIENCE * wanted]
+        if number == 0:  # the first few show whether any reward works at all
+            limits = [wanted, (PATIENCE - 1) * wanted]
+        for most in limits:
             with may_stand(self._longest_wait):
-                groups = self.scheduler.take(wanted - len(kept), step=number)
-            if self.rollout is None and not sampled:
-                self._refuse_first(list(chain.from_iterable(groups)), number)
-            sampled += groups
-            if self.dynamic_sampling:
-                groups = [group for group in groups if self._varies(group)]
-            kept += groups
-            if len(kept) == wanted:
-                break
-        else:
+                selection = self.scheduler.select(wanted - len(kept), step=number, most=most)
+            kept += selection.kept
+            passed_over += selection.passed_over
+            wasted += selection.wasted
+            sampled = sorted([*kept, *passed_over], key=lambda group: group[0].task)
+            samples = list(chain.from_iterable(sampled))
+            if self.rollout is None and most == limits[0]:
+                self._refuse_first(samples, number)
+        if len(kept) < wanted:
             log.warning(
                 f"rollout {number}: only {len(kept)} of {wanted} groups have completions of different reward, "
-                f"{len(sampled) - len(kept)} do not; it continues with these. Take prompts that are neither too easy "
+                f"{len(passed_over)} do not; it continues with these. Take prompts that are neither too easy "
                 "nor too hard for this policy, or a larger group_size"
             )
-        samples = list(chain.from_iterable(sampled))
         self.context.sample_log(samples)
         if not self.dynamic_sampling:
             return kept, {}
-        metrics = {"groups_passed_over": float(len(sampled) - len(kept))}
+        metrics = {
+            "groups_passed_over": float(len(passed_over)),
+            "groups_wasted": float(wasted),
+        }
         # The mean over all samples: over varied groups alone it stays near 0.5 and hides progress.
-        reward = float(score(rewards, samples).measured_total.nanmean())
+        reward = float(score(self.context.rewards, samples).measured_total.nanmean())
         if not math.isnan(reward):
             metrics["reward/sampled"] = reward
         return kept, metrics

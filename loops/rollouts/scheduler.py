@@ -2,11 +2,17 @@
 
     version v       the weights after v optimizer steps; step v trains on completions with them, and makes version v + 1
     age             v minus the oldest version that a completion was sampled from, at the step v that trains on it
-    admission       with B tasks per step, at version v only the first (v + 1 + max_staleness)·B may have been begun
+    admission       with B tasks per step, (max_staleness + 1)·B are under way or ready when a version is published
 
 Tasks are trained on in their order, B per step, so that what is begun at version v is trained on by
 step v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At
 max_staleness 0 nothing is sampled during training.
+
+Where groups that are not worth training on are passed over (`keep`), more are asked for at once
+than are needed, as many as the share of useful ones among the latest says, and the first useful
+ones in the order of tasks are taken. At max_staleness 0 this is what a step would have taken if it
+had asked for one after the other; the others' tasks are begun anew at the next step, which has
+other weights. Above, the others are for the next steps, and dropped where they get too old.
 
 Seeds are hashes of the request, so pending requests need not be saved: they are made again.
 """
@@ -19,7 +25,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NoReturn
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -28,6 +35,7 @@ from ...data import encode_prompts, permutation
 from ..models.end_tokens import end_tokens
 from ..models.io import named_weights
 from .event_loops import EventLoop
+from .ledger import Ledger, UsefulShare
 from .retries import Attempts, retrying
 from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
 from .source import NamedWeights, RolloutSource, SourceLost, check_completions
@@ -72,6 +80,20 @@ def _read_prompts(
     return list(encode_prompts([{"prompt": text} for text in texts], tokenizer)[0]["prompt"]), rows
 
 
+class Selection(NamedTuple):
+    """What a step takes.
+
+    Attributes:
+        kept: the groups that it trains on.
+        passed_over: groups that are not worth it.
+        wasted: how many further groups were begun in vain: surplus that later steps can't use.
+    """
+
+    kept: list[list[Sample]]
+    passed_over: list[list[Sample]]
+    wasted: int
+
+
 class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
     """See the top of the file. All of its methods are called from one thread, the trainer's.
 
@@ -92,6 +114,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             `publish` may name others.
         score: ``await score(group)`` is called as groups finish, to reward them while others are
             under way.
+        keep: ``keep(group)``, of a group that is scored, says whether it is worth training on;
+            others are passed over. By default every group is.
         attempts: how often a completion, or a publication, is tried before the run ends with the
             source's error, where it is worth retrying; what the source refuses for good ends the
             run at once. See `RetryingSource`.
@@ -115,6 +139,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         shuffle: bool = False,
         weights: Callable[[], NamedWeights] = tuple,
         score: Callable[[list[Sample]], Awaitable[None]] | None = None,
+        keep: Callable[[list[Sample]], bool] | None = None,
         attempts: int = 8,
         backoff: float = 1.0,
     ) -> None:
@@ -153,7 +178,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             ids, rows = _read_prompts(prompts, getattr(source, "tokenizer", None))
             order = prompt_order(len(rows), seed=seed, shuffle=shuffle)
             prompts, self._row = lambda task: ids[order(task)], lambda task: rows[order(task)]
-        self.source, self.prompts, self.weights, self.score = source, prompts, weights, score
+        self.source, self.prompts, self.weights = source, prompts, weights
+        self.score, self.keep = score, keep
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.seed, self.max_staleness = seed, max_staleness
         self.attempts, self.backoff = attempts, backoff
@@ -163,13 +189,14 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             "seed": seed,
         }
         self.version: int | None = None
-        # of step k: the number of tasks that steps 0..k trained on, every task once
-        self.ends: list[int] = []
+        self.ledger = Ledger()
+        self.useful = UsefulShare()
         self.waited = 0.0  # seconds that the trainer spent in `take`
         self._newest = -1  # the last version whose publication has started
-        self._limit = 0  # tasks below it are admitted at the published version
-        # of admitted tasks, under way or ready to be taken
+        # The pool: the first tasks that are not taken. Their groups are under way or ready.
         self._groups: dict[int, asyncio.Task[list[Sample]]] = {}
+        self._begun: dict[int, int] = {}  # no token of a group is of an older version than this
+        self._kept: dict[int, bool] = {}  # whether a finished group is worth training on
         self._stored: dict[int, list[Sample]] = {}  # groups from a checkpoint
         self.loop = EventLoop(background=max_staleness > 0)  # where the source and the score run
         self._changed = asyncio.Condition()  # a version was published, or the source has lost it
@@ -191,8 +218,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
 
     @property
     def tasks(self) -> int:
-        """How many have been trained on."""
-        return self.ends[-1] if self.ends else 0
+        """How many have been trained on or passed over."""
+        return len(self.ledger)
 
     def publish(self, weights: nn.Module | Callable[[], NamedWeights] | None = None) -> None:
         """Sample from these weights from now on: their version is the number of the next step.
@@ -210,16 +237,24 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             self.weights = lambda: named_weights(policy)
         elif weights is not None:
             self.weights = weights
-        self.loop.run(self._publish(len(self.ends)))
+        self.loop.run(self._publish(len(self.ledger.ends)))
 
     def take(self, groups: int | None = None, *, step: int | None = None) -> list[list[Sample]]:
-        """The next groups in the order of tasks, B of them or as many as asked for; waits until
-        they are there.
+        """The groups that a step trains on, B of them or as many as asked for; see `select`."""
+        return self.select(groups, step=step).kept
 
-        A step may call it more than once, for example to skip groups without variance.
+    def select(
+        self, groups: int | None = None, *, step: int | None = None, most: int | None = None
+    ) -> Selection:
+        """The next groups in the order of tasks; waits until they are there.
+
+        A step may call it more than once.
 
         Args:
+            groups: that are worth training on; B unless given.
             step: the step that trains on them; by default that of the published version.
+            most: groups to look at; there may be none left that is worth it. Without a limit unless
+                given.
 
         Raises:
             ValueError: if other weights than those of this step are published.
@@ -236,9 +271,11 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             raise ValueError("scheduler: how many groups? Give take(groups), or groups_per_step")
         began = time.perf_counter()
         assert self.version is not None
-        taken = self.loop.run(self._take(self.version, count))
+        selection = self.loop.run(
+            self._take(self.version, count, math.inf if most is None else most)
+        )
         self.waited += time.perf_counter() - began
-        return taken
+        return selection
 
     def close(self) -> None:
         """Cancel requests under way, and close the source."""
@@ -253,8 +290,12 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
 
     def state_dict(self) -> dict[str, Any]:
         """The tasks that were trained on, and the groups that are ready for later steps."""
-        ready = self.loop.run(self._ready())
-        return {"ends": list(self.ends), "ready": ready, "settings": dict(self._settings)}
+        return {
+            **self.ledger.state_dict(),
+            "useful": [self.useful.useful, self.useful.seen],
+            "ready": self.loop.run(self._ready()),
+            "settings": dict(self._settings),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state, before anything is published or taken.
@@ -267,7 +308,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                 raise ValueError(
                     f"scheduler: the run to resume had {name}={state['settings'][name]}, not {value}"
                 )
-        self.ends = list(state["ends"])
+        self.ledger = Ledger.of_state(state)
+        # checkpoints of earlier versions have no such entry
+        self.useful = UsefulShare(*state.get("useful", ()))
         self._stored = {
             int(task): [from_record(record) for record in group]
             for task, group in state["ready"].items()
@@ -302,53 +345,137 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                     self._repeated.retries += 1
             self.version, self._lost = version, False
             self._changed.notify_all()
-        if not only_if_lost:
-            self._limit = self.tasks + (self.max_staleness + 1) * (self.groups_per_step or 0)
-            if self.max_staleness:
-                self._admit(self._limit)
+        if self.max_staleness and not only_if_lost:
+            self._fill_pool()
 
-    async def _take(self, step: int, count: int) -> list[list[Sample]]:
-        """Wait for the next groups; if the source loses its weights meanwhile, publish them
+    def _fill_pool(self) -> None:
+        """Begin as many groups as make up, with those at hand, the useful ones of max_staleness + 1
+        steps.
+        """
+        assert self.groups_per_step is not None
+        ended = [task for task, group in self._groups.items() if _succeeded(group)]
+        useful = sum(map(self._worth, ended))
+        missing = (self.max_staleness + 1) * self.groups_per_step - useful
+        under_way = missing if self.keep is None else math.ceil(missing / self.useful.share)
+        self._begin(len(ended) + max(0, under_way))
+
+    async def _take(self, step: int, count: int, most: float) -> Selection:
+        """Wait for the groups of a step; if the source loses its weights meanwhile, publish them
         again.
         """
-        wanted = range(self.tasks, self.tasks + count)
         await self._publish(step, only_if_lost=True)
-        self._admit(max(self._limit, wanted.stop))
-        groups = asyncio.gather(*(self._groups[task] for task in wanted))
+        dropped = self._drop_too_old(step)
         republishing = asyncio.create_task(self._republish_if_lost(step))  # ends only by an error
-        either: list[asyncio.Future[Any]] = [groups, republishing]
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            taken = groups.result() if groups.done() else republishing.result()
+            kept, passed_over = await self._wait(count, most, republishing)
+            groups = {task: self._groups[task].result() for task in [*kept, *passed_over]}
+            begun = len(self._groups)
         finally:
-            under_way = [republishing, *(self._groups[task] for task in wanted)]
-            for each in under_way:
-                each.cancel()
-            await asyncio.gather(groups, *under_way, return_exceptions=True)
+            republishing.cancel()
+            await asyncio.gather(republishing, return_exceptions=True)
+            if self.max_staleness == 0:  # the weights are trained next
+                await self._cancel_under_way()
             # what failed, or was cancelled just now, is sampled anew when it is taken again
-            for task in wanted:
-                if (group := self._groups[task]).cancelled() or (
-                    group.done() and group.exception()
-                ):
-                    del self._groups[task]
-        age = max(
-            (step - span.version for group in taken for sample in group for span in sample.spans),
-            default=0,
+            for task, group in list(self._groups.items()):
+                if group.done() and not _succeeded(group):
+                    self._forget(task)
+        self._check_ages(step, [groups[task] for task in kept])
+        self.ledger.take(groups, step)
+        self.useful.observe(len(kept), len(passed_over))
+        for task in groups:
+            self._forget(task)
+        wasted = dropped
+        if self.max_staleness == 0:
+            wasted += begun - len(groups)
+            for task in list(self._groups):
+                self._forget(task)
+        return Selection(
+            [groups[task] for task in kept], [groups[task] for task in passed_over], wasted
         )
+
+    async def _wait(
+        self, count: int, most: float, republishing: asyncio.Task[NoReturn]
+    ) -> tuple[list[int], list[int]]:
+        """The tasks that a step trains on and those that it passes over, once their groups are
+        there.
+
+        Which groups are asked for does not depend on which of them is there first: at max_staleness
+        0 a resumed run asks for the same ones at once, so that they make up the same batches.
+        """
+        asked = int(min(most, self._needed_for(count)))
+        while True:
+            self._begin(asked)
+            choice = self._choose_in_order(count, most)
+            if choice is not None:
+                return choice
+            in_question = [self._groups[task] for task in islice(self.ledger.untaken(), asked)]
+            under_way = [group for group in in_question if not group.done()]
+            if not under_way:
+                useful = sum(map(self._worth, islice(self.ledger.untaken(), asked)))
+                asked = int(min(most, asked + self._needed_for(count - useful)))
+                continue
+            either: list[asyncio.Task[Any]] = [*under_way, republishing]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            for each in [*in_question, republishing]:
+                if each.done():
+                    each.result()  # raises what ended it
+
+    def _needed_for(self, needed: int) -> int:
+        return needed if self.keep is None else self.useful.asked(needed)
+
+    def _choose_in_order(self, count: int, most: float) -> tuple[list[int], list[int]] | None:
+        """The first useful tasks and those before them that are passed over; None while one is
+        under way.
+        """
+        kept: list[int] = []
+        passed_over: list[int] = []
+        for task in self.ledger.untaken():
+            if len(kept) == count or len(kept) + len(passed_over) == most:
+                break
+            if task not in self._groups or not self._groups[task].done():
+                return None
+            (kept if self._worth(task) else passed_over).append(task)
+        return kept, passed_over
+
+    def _worth(self, task: int) -> bool:
+        """Whether the group of a task, which is there, is worth training on; raises what ended
+        it.
+        """
+        if task not in self._kept:
+            group = self._groups[task].result()
+            self._kept[task] = self.keep is None or self.keep(group)
+        return self._kept[task]
+
+    def _drop_too_old(self, step: int) -> int:
+        """Give up the groups that this step may not train on any more, of which there are some where
+        more were useful than expected; returns how many.
+        """
+        old = []
+        if self.keep is not None:  # without, there is a step for each
+            old = [task for task in self._groups if step - self._begun[task] > self.max_staleness]
+        for task in old:
+            self._groups[task].cancel()
+            self._forget(task)
+        self.ledger.pass_over(old)
+        return len(old)
+
+    def _check_ages(self, step: int, groups: list[list[Sample]]) -> None:
+        versions = [_oldest(group, default=step) for group in groups]
+        age = step - min(versions, default=step)
         if age > self.max_staleness and not self.source.stored:
             raise AssertionError(
                 f"scheduler: step {step} would train on samples of age {age} > {self.max_staleness}"
             )
-        if [group[0].task for group in taken] != list(wanted) or not len(
-            self.ends
-        ) - 1 <= step <= len(self.ends):
-            raise AssertionError(
-                f"scheduler: step {step}, on {wanted}, would come after step {len(self.ends) - 1}"
-            )
-        self.ends[step:] = [wanted.stop]
-        for task in wanted:
-            del self._groups[task]
-        return taken
+
+    def _forget(self, task: int) -> None:
+        del self._groups[task], self._begun[task]
+        self._kept.pop(task, None)
+
+    async def _cancel_under_way(self) -> None:
+        under_way = [group for group in self._groups.values() if not group.done()]
+        for group in under_way:
+            group.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _republish_if_lost(self, version: int) -> NoReturn:
         """Only while groups are awaited: nothing trains then, so the weights are those of this
@@ -359,9 +486,12 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                 await self._changed.wait_for(lambda: self._lost)
             await self._publish(version, only_if_lost=True)
 
-    def _admit(self, limit: int) -> None:
-        for task in range(self.tasks, limit):
+    def _begin(self, count: int) -> None:
+        """Have the groups of the first ``count`` tasks that are not taken under way, or ready."""
+        assert self.version is not None
+        for task in islice(self.ledger.untaken(), count):
             if task not in self._groups:
+                self._begun[task] = _oldest(self._stored.get(task, []), default=self.version)
                 self._groups[task] = asyncio.create_task(self._complete(task))
 
     async def _complete(self, task: int) -> list[Sample]:
@@ -420,12 +550,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                     await self._changed.wait()
 
     async def _ready(self) -> dict[int, list[dict[str, Any]]]:
-        ended = {
-            task: group
-            for task, group in self._groups.items()
-            if group.done() and not group.cancelled()
-        }
-        done = {task: group.result() for task, group in ended.items() if not group.exception()}
+        done = {task: group.result() for task, group in self._groups.items() if _succeeded(group)}
         return {
             task: [to_record(sample) for sample in group]
             for task, group in {**self._stored, **done}.items()
@@ -436,3 +561,12 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             group.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
         await self._asked.close()
+
+
+def _succeeded(group: asyncio.Task[list[Sample]]) -> bool:
+    return group.done() and not group.cancelled() and group.exception() is None
+
+
+def _oldest(group: Sequence[Sample], *, default: int) -> int:
+    """The oldest version that a group was drawn from, where it has a token."""
+    return min((span.version for sample in group for span in sample.spans), default=default)

@@ -272,8 +272,13 @@ def test_dynamic_sampling_gives_up_where_nothing_varies(common, tmp_path, caplog
 
 # the dead leave files open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"dynamic_sampling": True, "group_size": 2, "max_tokens": 1}],
+    ids=["plain", "dynamic"],
+)
 def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_run(
-    common, tmp_path
+    settings, common, tmp_path
 ):
     """Two steps per rollout, so that every other one begins with a rollout at hand; samples are on
     record once.
@@ -285,6 +290,7 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
         "save_every": 1,
         "beta": 0.1,
         "minibatches": 1,
+        **settings,
     }
     config = GRPO(**{**common, **several, "output": str(tmp_path / "undisturbed")})
     open_grpo(config).train()
@@ -298,6 +304,8 @@ def test_death_in_every_step_and_resumption_give_the_weights_of_an_undisturbed_r
     open_grpo(disturbed).train()
     assert weights(at) == weights(tmp_path / "undisturbed")
     assert stored(at) == stored(tmp_path / "undisturbed")
+    if settings:
+        assert sum(line["groups_passed_over"] for line in lines(at)) > 0
     timed = {"seconds": 0, "sampling/seconds": 0}
     both = zip(lines(at), lines(tmp_path / "undisturbed"), strict=True)
     assert all({**one, **timed} == {**other, **timed} for one, other in both)

@@ -214,7 +214,7 @@ def test_state_in_the_middle_of_a_rollout_gives_its_other_steps_without_sampling
 
 def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_feed):
     samples = answers(
-        tasks=9, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index)
+        tasks=16, reward=lambda task, index: 5.0 if task in (0, 2, 3, 5) else float(index)
     )
     # it is given up, and compared with no other
     alone = next(sample for sample in samples if sample.task == 2)
@@ -223,6 +223,7 @@ def test_dynamic_sampling_takes_the_next_groups_in_place_of_those_alike(open_fee
     feed = open_feed(samples, stored.extend, dynamic_sampling=True)
     assert [part[0][0] for part in whose(feed(0))] == [1, 4, 6, 7]
     assert feed.metrics["groups_passed_over"] == 4
+    assert feed.metrics["groups_wasted"] == 8  # of 16 that were asked for
     assert feed.metrics["reward/sampled"] == (4 * 5 + 1 + 4 * 1) / 8  # of all that was sampled
     assert [sample.task for sample in stored][::ANSWERS] == list(range(8))
     assert feed.scheduler.tasks == 8
@@ -234,7 +235,7 @@ def test_samples_of_a_run_that_was_killed_are_on_record_once(open_feed, tmp_path
     write_samples(path, samples)  # the dead run had a checkpoint after task 0
     path.write_text(path.read_text()[:-20])  # and died while it wrote
     feed = open_feed(samples, open_sample_log(path, show_every=0), groups=1)
-    feed.scheduler.ends = [1]  # task 0 in step 0
+    feed.scheduler.ledger.take([0], 0)
     feed(1)
     feed(2)
     assert list(read_samples(path)) == samples

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import math
+import queue
 import threading
 from types import SimpleNamespace
 
@@ -191,3 +192,44 @@ def test_a_request_that_can_not_be_sent_fails_and_is_not_waited_for(monkeypatch)
             asyncio.run(asyncio.wait_for(source.sample(request), 20))
     finally:
         answered.set()
+
+
+def test_a_request_that_is_given_up_has_ended_on_its_rank(monkeypatch):
+    """A step on the weights that it is sampled from may follow at once."""
+    queues = {"to 0": queue.SimpleQueue(), "to 1": queue.SimpleQueue()}
+    begun, ended = threading.Event(), []
+
+    class Slow:
+        overlaps = stored = False
+
+        async def sample(self, request):
+            begun.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.05)
+                ended.append(request.task)
+
+        async def close(self):
+            pass
+
+    monkeypatch.setattr(distributed, "send", lambda x, rank, group: queues[f"to {rank}"].put(x))
+    receive = {"main": "to 0", "other": "to 1"}
+    monkeypatch.setattr(
+        distributed, "receive", lambda rank, group: queues[receive[group]].get(timeout=60)
+    )
+    accelerator = SimpleNamespace(device=torch.device("cpu"))
+    follower = distributed.Follower(accelerator, Slow(), tuple, "other")
+
+    async def give_up():
+        source = distributed.DistributedSource(Slow(), "main", 2)
+        request = Request(1, [1], range(1), SamplingParams(1), 0)
+        under_way = asyncio.create_task(source.sample(request))
+        await asyncio.to_thread(begun.wait, 60)
+        under_way.cancel()
+        await asyncio.gather(under_way, return_exceptions=True)
+        assert ended == [1] and under_way.cancelled()
+        await source.close()
+
+    asyncio.run(give_up())
+    follower.close()

@@ -1,7 +1,6 @@
 """Groups for every step: in order, never too old, each once, whatever the source does."""
 
 import asyncio
-import random
 import threading
 import time
 from collections import Counter
@@ -9,132 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
+from burnish.loops.rollouts.sample import VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError, SourceLost
 from burnish.loops.rollouts.vllm.client import Rejected
-
-B, G = 3, 2
-
-
-class Scripted:
-    """A source whose delays and crashes are drawn from a seed; a crash fails what is under way and
-    loses the weights.
-
-    The one token of an answer is a hash of its seed and version, so that answers to different
-    questions differ.
-    """
-
-    overlaps, stored = True, False
-
-    def __init__(self, seed=0, *, delay=0.0, crashes=0.0, down=0, dead=False):
-        self.rng = random.Random(seed)
-        self.delay, self.crashes, self.down, self.dead = delay, crashes, down, dead
-        self.at: int | None = None
-        self.publications = 0
-        self.under_way = self.most = self.asked = self.crashed = 0
-        self.closed = False
-
-    def _reachable(self):
-        if self.down > 0:
-            self.down -= 1
-            raise ConnectionError("nobody listens at the port")
-        if self.dead:
-            raise SourceLost("the server is gone")
-
-    async def sample(self, request):
-        self._reachable()
-        self.asked += 1
-        self.under_way += 1
-        self.most = max(self.most, self.under_way)
-        try:
-            started = self.at
-            await asyncio.sleep(self.rng.random() * self.delay)
-            if self.rng.random() < self.crashes:
-                self.at, self.down, self.crashed = None, self.rng.randrange(3), self.crashed + 1
-                raise SourceLost("the connection was lost")
-            if started is None or self.at is None:
-                raise SourceLost("it draws from weights of nobody's")
-            spans = [VersionSpan(started, 0, 1)] + [VersionSpan(self.at, 1, 2)] * (
-                self.at != started
-            )
-            return [self._answer(request, index, spans) for index in request.indices]
-        finally:
-            self.under_way -= 1
-
-    def _answer(self, request, index, spans):
-        tokens = [request.seed(index) % 1000 + span.version for span in spans]
-        return Sample(
-            request.task,
-            index,
-            list(request.prompt),
-            tokens,
-            [True] * len(tokens),
-            [-1.0] * len(tokens),
-            spans,
-            "stop",
-        )
-
-    async def publish(self, weights, version):
-        self._reachable()
-        assert dict(weights)["v"] == version
-        self.at, self.publications = version, self.publications + 1
-
-    async def version(self):
-        self._reachable()
-        return self.at
-
-    async def close(self):
-        self.closed = True
-
-
-class Trainer:
-    """As many weights as a version has: one number. Trains by noting what it was given."""
-
-    def __init__(self, source, **options):
-        self.version = 0
-        self.trained = []  # (step, task, tokens, age)
-        options = {
-            "groups_per_step": B,
-            "group_size": G,
-            "seed": 5,
-            "max_staleness": 0,
-            "backoff": 0.001,
-            **options,
-        }
-        self.scheduler = RolloutScheduler(
-            source,
-            lambda task: [task + 1, 7],
-            weights=lambda: [("v", torch.tensor(self.version))],
-            sampling=SamplingParams(max_tokens=2),
-            **options,
-        )
-
-    def run(self, steps, start=0, pause=0.0):
-        self.version = start
-        self.scheduler.publish()
-        for step in range(start, steps):
-            for group in self.scheduler.take(step=step):
-                assert [sample.index for sample in group] == list(range(G))
-                age = step - min(sample.oldest for sample in group)
-                self.trained.append((step, group[0].task, [sample.tokens for sample in group], age))
-            time.sleep(pause)
-            self.version = step + 1
-            self.scheduler.publish()
-            yield step
-
-    def all(self, steps, **how):
-        with self.scheduler:
-            list(self.run(steps, **how))
-        return self.trained
-
-
-def wait_until(condition, seconds=60.0):
-    """For what another thread does meanwhile."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+from scripted import B, G, Scripted, Trainer, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +33,7 @@ def test_tasks_are_trained_on_in_their_order_each_once_and_never_too_old(max_sta
         (task // B, task) for task in range(20 * B)
     ]
     assert max(age for *_, age in trained) <= max_staleness
-    assert trainer.scheduler.ends == [(step + 1) * B for step in range(20)]
+    assert trainer.scheduler.ledger.ends == [(step + 1) * B for step in range(20)]
     assert source.closed and source.crashed > 0
 
 
@@ -238,7 +116,7 @@ def test_with_staleness_a_resumed_run_trains_on_each_task_once(stop, when, tmp_p
     assert max(age for *_, age in second.trained) <= 2
     ready = {task: [record["tokens"] for record in group] for task, group in state["ready"].items()}
     assert {task: tokens for _, task, tokens, _ in second.trained if task in ready} == ready
-    assert second.scheduler.ends == [(step + 1) * B for step in range(9)]
+    assert second.scheduler.ledger.ends == [(step + 1) * B for step in range(9)]
 
 
 def test_a_state_of_another_run_is_refused():
@@ -468,7 +346,9 @@ def test_a_step_may_take_more_groups(max_staleness):
             assert all(
                 step - sample.oldest <= max_staleness for group in groups for sample in group
             )
-            assert len(trainer.scheduler.ends) == step + 1 and trainer.scheduler.tasks == len(tasks)
+            assert len(
+                trainer.scheduler.ledger.ends
+            ) == step + 1 and trainer.scheduler.tasks == len(tasks)
             trainer.version = step + 1
             trainer.scheduler.publish()
     assert tasks == list(range(6 * B + 6))
@@ -521,7 +401,7 @@ def test_after_a_failure_the_same_groups_can_be_taken_again(max_staleness):
         assert scheduler.state_dict()["ends"] == []
         source.sample = usual
         taken = [group[0].task for group in scheduler.take()]
-    assert taken == list(range(B)) and scheduler.ends == [B]
+    assert taken == list(range(B)) and scheduler.ledger.ends == [B]
 
 
 def test_groups_that_were_cancelled_with_a_failed_publication_can_be_taken_again():
@@ -559,7 +439,7 @@ def test_a_step_that_was_skipped_is_refused():
         scheduler.publish()
         scheduler.version = 1
         scheduler.source.at = 1
-        with pytest.raises(AssertionError, match=r"step 1, on range.*, would come after step -1"):
+        with pytest.raises(AssertionError, match=r"step 1, on tasks .*, would come after step -1"):
             scheduler.take(step=1)
 
 
