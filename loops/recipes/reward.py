@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data import (
     Accounting,
+    DataError,
     encode_preference,
     encode_ranking,
     encode_scores,
@@ -19,13 +20,17 @@ from ...data import (
 )
 from ...objectives import (
     IntPerSequence,
+    PerPair,
     PerSequence,
     Stats,
     bradley_terry,
+    bradley_terry_ties,
     centering,
+    ordinal_preference,
     plackett_luce,
     score_regression,
 )
+from ...objectives.types import Positive
 from ..batch import Batch, Weights, collate
 from ..config import Common
 from ..models.io import load_classifier
@@ -68,8 +73,13 @@ def reward_losses(config: Reward) -> dict[str, Term]:
     """The losses, and what is measured beside them; ValueError if settings contradict each
     other.
     """
-    centered = {"centering": Term(centering, config.centering)} if config.centering else {}
-    return {**LOSSES[config.loss], **centered}
+    losses = dict(LOSSES[config.loss])
+    if config.tie_threshold is not None:
+        ties = partial(_ties, threshold=config.tie_threshold)
+        losses["bradley_terry_ties"] = Term(ties)
+    if config.centering:
+        losses["centering"] = Term(centering, config.centering)
+    return losses
 
 
 @torch.no_grad()
@@ -98,16 +108,46 @@ def reward_scores(
 
 def encoder(config: Reward) -> tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]:
     """Encoder for the loss's data layout, and the extra columns that the loss reads."""
-    return (
-        _DATA[config.loss]
-        if config.margin is None
-        else (partial(_with_margin, column=config.margin), ("margin",))
-    )
+    if config.loss in ("bradley_terry_ties", "ordinal_preference"):
+        degrees = partial(_with_degrees, column=config.preference, ties=_has_ties(config))
+        return degrees, ("preference",)
+    if config.margin is not None:
+        return partial(_with_number, column=config.margin, name="margin"), ("margin",)
+    return _DATA[config.loss]
 
 
-def _with_margin(*arguments: Any, column: str, **options: Any) -> tuple[Dataset, Accounting]:
+def _has_ties(config: Reward) -> bool:
+    return config.loss == "bradley_terry_ties"
+
+
+def _with_number(
+    *arguments: Any, column: str, name: str, **options: Any
+) -> tuple[Dataset, Accounting]:
+    """Pairs with a numeric column of the records, under another name."""
     data, accounting = encode_preference(*arguments, numeric_columns=(column,), **options)
-    return data if column == "margin" else data.rename_column(column, "margin"), accounting
+    return data if column == name else data.rename_column(column, name), accounting
+
+
+def _with_degrees(
+    *arguments: Any, column: str, ties: bool, **options: Any
+) -> tuple[Dataset, Accounting]:
+    """Pairs with a column ``preference``, the share of people who prefer the chosen completion.
+
+    Raises:
+        DataError: for a share that is none, or that the loss with ties does not know.
+    """
+    data, accounting = _with_number(*arguments, column=column, name="preference", **options)
+    for share in data.unique("preference"):
+        if ties and share not in (0.5, 1.0):
+            raise DataError(
+                f"{column}: with bradley_terry_ties a pair is 1, or 0.5 if it is a tie, got {share:g}; for other "
+                "degrees use ordinal_preference, and swap the completions of a pair below 0.5"
+            )
+        if not 0 <= share <= 1:
+            raise DataError(
+                f"{column}: must be in [0, 1], the share of people who prefer the chosen completion, got {share:g}"
+            )
+    return data, accounting
 
 
 def read_scores(policy: nn.Module, batch: Batch) -> Tensors:
@@ -146,6 +186,12 @@ def _ranking_accuracy(
     return stats.pop("accuracy"), stats
 
 
+def _ties(
+    chosen: PerPair, rejected: PerPair, preference: PerPair, *, threshold: Positive
+) -> tuple[PerPair, Stats]:
+    return bradley_terry_ties(chosen, rejected, preference == 0.5, threshold=threshold)
+
+
 _DATA = {
     "bradley_terry": (encode_preference, ()),
     "score_regression": (encode_scores, ("score",)),
@@ -153,6 +199,8 @@ _DATA = {
 }
 LOSSES: dict[str, dict[str, Term]] = {
     "bradley_terry": {"bradley_terry": Term(bradley_terry)},
+    "bradley_terry_ties": {},  # its threshold is a setting
+    "ordinal_preference": {"ordinal_preference": Term(ordinal_preference)},
     "score_regression": {"score_regression": Term(score_regression)},
     "plackett_luce": {
         "plackett_luce": Term(_ranking_loss, weighting=_ranking_mean),

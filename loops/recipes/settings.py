@@ -183,20 +183,46 @@ class Reward(OfflineConfig):
     rankings.
     """
 
-    loss: Literal["bradley_terry", "score_regression", "plackett_luce"] = "bradley_terry"
-    """Kind of data: pairs (prompt, chosen, rejected), ratings (prompt, completion, score), or
-    rankings (prompt, completions, ranks)."""
+    loss: Literal[
+        "bradley_terry",
+        "bradley_terry_ties",
+        "ordinal_preference",
+        "score_regression",
+        "plackett_luce",
+    ] = "bradley_terry"
+    """Kind of data: pairs (prompt, chosen, rejected), of which some may be ties
+    (bradley_terry_ties), or which say by what degree the chosen one is better (ordinal_preference);
+    ratings (prompt, completion, score), or rankings (prompt, completions, ranks)."""
     centering: NonNegativeFloat = 0.0
     """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its
     paper has 0.01.
     """
     margin: str | None = None
     """Numeric column that says by how much the chosen completion of a pair is better."""
+    preference: str = "preference"
+    """Numeric column with the share of people who prefer the chosen completion: 1, or 0.5 in a tie
+    (bradley_terry_ties), or any share (ordinal_preference)."""
+    tie_threshold: PositiveFloat | None = None
+    """Difference of two scores below which a tie is the likelier, for bradley_terry_ties."""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        if self.loss != "bradley_terry" and (self.centering or self.margin):
-            yield f"centering, margin: are for pairs, with the loss bradley_terry; the loss is {self.loss}"
+        of_pairs = self.loss in ("bradley_terry", "bradley_terry_ties", "ordinal_preference")
+        if self.centering and not of_pairs:
+            yield f"centering: is for pairs, such as with the loss bradley_terry; the loss is {self.loss}"
+        if self.margin and self.loss != "bradley_terry":
+            yield f"margin: is for the loss bradley_terry; the loss is {self.loss}"
+        degrees = self.loss in ("bradley_terry_ties", "ordinal_preference")
+        if self.preference != "preference" and not degrees:
+            yield (
+                "preference: is for the losses bradley_terry_ties and ordinal_preference; the loss is "
+                f"{self.loss}"
+            )
+        if (self.loss == "bradley_terry_ties") != (self.tie_threshold is not None):
+            yield (
+                "tie_threshold: is what bradley_terry_ties needs, and for no other loss; got "
+                f"{self.tie_threshold} with the loss {self.loss}"
+            )
 
 
 @dataclass(frozen=True)

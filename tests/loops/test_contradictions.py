@@ -118,8 +118,12 @@ RULES = [
         Reward,
         OFFLINE,
         {"loss": "score_regression", "centering": 0.01},
-        "centering, margin: are for pairs",
+        "centering: is for pairs",
     ),
+    (Reward, OFFLINE, {"loss": "ordinal_preference", "margin": "m"}, "margin: is for the loss"),
+    (Reward, OFFLINE, {"preference": "degree"}, "preference: is for the losses"),
+    (Reward, OFFLINE, {"loss": "bradley_terry_ties"}, "tie_threshold: is what bradley_terry_ties"),
+    (Reward, OFFLINE, {"tie_threshold": 0.5}, "tie_threshold: is what bradley"),
     (
         Distill,
         OFFLINE,

@@ -29,8 +29,8 @@ from burnish.loops.recipes.kto import (
 )
 from burnish.loops.recipes.ppo import open_ppo
 from burnish.loops.recipes.reward import LOSSES as REWARD_LOSSES
-from burnish.loops.recipes.reward import read_scores
-from burnish.loops.recipes.settings import GRPO, PPO, RLOO
+from burnish.loops.recipes.reward import read_scores, reward_losses
+from burnish.loops.recipes.settings import GRPO, PPO, RLOO, Reward
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rollouts.replay import ReplaySource
@@ -85,7 +85,7 @@ PAIRS = {
         "law:near_reference": {"coefficient": 0.1, "weighting": "length_normalized", "of": "all"},
     },
 }
-SCORERS = ("reward", "regression", "ranking", "prm")
+SCORERS = ("reward", "ties", "degrees", "regression", "ranking", "prm")
 IN_BFLOAT16 = ("sft", "dpo", "grpo", "opo_vetoed", "plus_plus_baseline", "optimal_token")
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "ppo")
 
@@ -215,6 +215,14 @@ def setup(name, accelerator, mesh=None):
     if name == "reward":
         terms = {**REWARD_LOSSES["bradley_terry"], "centering": Term(centering, 0.1)}
         return make_scorer("SEQ_CLS", mesh), pairs, {"margin": importance}, terms, read_scores, ends
+    if name in ("ties", "degrees"):
+        shares = [draw.choice([0.5, 1.0]) for _ in range(EXAMPLES)]
+        terms = REWARD_LOSSES["ordinal_preference"]
+        if name == "ties":
+            config = Reward("", "", "", loss="bradley_terry_ties", tie_threshold=0.3)
+            terms = reward_losses(config)
+        scorer = make_scorer("SEQ_CLS", mesh)
+        return scorer, pairs, {"preference": shares}, terms, read_scores, ends
     if name == "regression":
         return (
             make_scorer("SEQ_CLS", mesh),
