@@ -628,16 +628,44 @@ class Teacher(Settings):
     top_k: PositiveInt | None = None
     """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before
     training; null keeps the teacher in memory and compares whole distributions."""
-    divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """KL(teacher||student), which covers; KL(student||teacher), which seeks; or what lies between,
-    with its beta.
+    divergence: Literal[
+        "forward_kl",
+        "reverse_kl",
+        "jsd",
+        "skew_forward_kl",
+        "skew_reverse_kl",
+        "alpha_beta_divergence",
+        "taid",
+    ] = "forward_kl"
+    """KL(teacher||student), which covers; KL(student||teacher), which seeks; what lies between, with
+    its beta (jsd); either with some of the other distribution mixed in (skew, alpha); two knobs for
+    tokens and errors (alpha_beta_divergence, alpha and beta); or forward KL to a teacher that
+    begins as the student itself (taid).
     """
+    alpha: OpenUnitInterval = 0.1
+    """Share that is mixed in (skew), or α of alpha_beta_divergence."""
     beta: OpenUnitInterval = 0.5
     """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in
-    (0, 1).
+    (0, 1); or β of alpha_beta_divergence.
     """
+    taid_start: ClosedUnitInterval = 0.4
+    """Share of the way from the student to the teacher that taid begins at; it ends at 1."""
     temperature: PositiveFloat = 1.0
     """Softmax temperature of both sides."""
+
+    def contradictions(self) -> Iterator[str]:
+        read = {
+            "alpha": ("skew_forward_kl", "skew_reverse_kl", "alpha_beta_divergence"),
+            "beta": ("jsd", "alpha_beta_divergence"),
+            "taid_start": ("taid",),
+        }
+        for name, divergences in read.items():
+            given = getattr(self, name) != getattr(Teacher, name)
+            if given and self.divergence not in divergences:
+                yield (
+                    f"teacher.{name}: is for {', '.join(divergences)}, and the divergence is {self.divergence}; "
+                    "leave it out"
+                )
 
     def check(self, *, needed: bool) -> None:
         """Check before anything is loaded that there is one teacher where losses need it.

@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Split
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from ...kernels import (
     Backend,
@@ -36,7 +37,9 @@ from ...kernels import (
     linear_logprob,
     logits_logprob,
 )
-from ...objectives import generalized_jsd, with_tail
+from ...kernels.backend import autocast_dtype
+from ...kernels.reference import head_logits
+from ...objectives import Stats, generalized_jsd, with_tail
 from .patches import replace_forward
 from .sharding import local, whole
 
@@ -46,6 +49,9 @@ log = logging.getLogger(__name__)
 # logits_scaling divides. Then some cap them.
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+# Logits of a head that are in memory at once, where no kernel computes what is wanted of them.
+_LOGITS_AT_ONCE = 2**24
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _TENSORS = (Tensor, nn.Parameter, DTensor, FakeTensor)
@@ -76,6 +82,11 @@ class TeacherOutputs:
 
     Either ``hidden`` [tokens, D] and ``head``, or ``logits`` [tokens, V], or the ``top_k``
     likeliest tokens: their ids and log-probs, [tokens, k] each, at this temperature.
+
+    Attributes:
+        beta: of the generalized Jensen-Shannon divergence.
+        objective: another divergence instead, of log-probs of the student and the teacher [tokens,
+            V]; see `burnish.objectives.distillation`.
     """
 
     beta: float
@@ -84,6 +95,7 @@ class TeacherOutputs:
     head: Head | None = None
     logits: Tensor | None = None
     top_k: tuple[Tensor, Tensor] | None = None
+    objective: Callable[[Tensor, Tensor], tuple[Tensor, Stats]] | None = None
 
     def at(self, tokens: Tensor) -> "TeacherOutputs":
         """The outputs at these of the tokens only."""
@@ -102,13 +114,19 @@ class TeacherOutputs:
         vocab = min(logits.shape[1], teacher_logits.shape[1])
         logp = self._log_softmax(logits[:, :vocab])
         teacher_logp = self._log_softmax(teacher_logits[:, :vocab])
-        return generalized_jsd(logp, teacher_logp, beta=self.beta)[0]
+        return self._compare(logp, teacher_logp)
 
     def from_top_k(self, logp: Tensor) -> Tensor:
         """[tokens], from a student's log-probs [tokens, k] of the teacher's likeliest tokens."""
         assert self.top_k is not None
         teacher_logp = self.top_k[1].to(logp.dtype)
-        return generalized_jsd(with_tail(logp), with_tail(teacher_logp), beta=self.beta)[0]
+        return self._compare(with_tail(logp), with_tail(teacher_logp))
+
+    def _compare(self, logp: Tensor, teacher_logp: Tensor) -> Tensor:
+        """[tokens], from log-probs of the student and the teacher [tokens, V]."""
+        if self.objective is not None:
+            return self.objective(logp, teacher_logp)[0]
+        return generalized_jsd(logp, teacher_logp, beta=self.beta)[0]
 
     def _log_softmax(self, logits: Tensor) -> Tensor:
         precision = torch.promote_types(logits.dtype, torch.float32)
@@ -248,6 +266,8 @@ def _full_divergence(
 ) -> Tensor:
     """The divergence from a teacher whose hidden states and head are known."""
     assert teacher.hidden is not None and teacher.head is not None
+    if teacher.objective is not None:
+        return _objective_of_rows(states, student, teacher)
     return linear_divergence(
         states,
         student,
@@ -258,6 +278,26 @@ def _full_divergence(
         backend=kernel.backend,
         keep_bytes=kernel.keep_bytes,
     )
+
+
+def _objective_of_rows(states: Tensor, student: Head, teacher: TeacherOutputs) -> Tensor:
+    """A divergence that no kernel has: logits of a few rows at a time, made again in backward."""
+    rows = max(1, _LOGITS_AT_ONCE // len(student.weight))
+    factors = autocast_dtype(states)
+
+    def divergence(states: Tensor, part: TeacherOutputs) -> Tensor:
+        with torch.autocast(states.device.type, enabled=False):
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            logits = head_logits(states, student, len(student.weight), dtype, factors)
+            return part.divergence(logits)
+
+    parts = []
+    # one part even of no rows, so that the result is on the graph
+    for start in range(0, max(len(states), 1), rows):
+        tokens = torch.arange(start, min(start + rows, len(states)), device=states.device)
+        inputs = states[tokens], teacher.at(tokens)
+        parts.append(checkpoint(divergence, *inputs, use_reentrant=False))
+    return torch.cat(parts)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from ..rollouts.replay import open_sample_log
 from ..runs.context import RunContext, open_run
 from ..runs.feed import Feed, Measure, StepFeed
 from ..runs.reference import Reference, frozen
-from ..runs.teacher import load_teacher, open_teacher
+from ..runs.teacher import TaidSchedule, load_teacher, open_teacher
 from ..runs.trackers import log_table
 from ..runs.training import Training
 from ..train.losses import (
@@ -62,7 +62,13 @@ def open_distill(config: Distill) -> Training:
     temperature = config.temperature if on_samples else 1.0
     read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
     if not config.on_policy:
-        return context.train(losses, read, columns=columns_of(losses), per_token=(stored,))
+        adaptive: dict[str, Any] = {}
+        if config.teacher.divergence == "taid":
+            start = config.teacher.taid_start
+            schedule = TaidSchedule(start, start)
+            adaptive = {"prepare": schedule.prepare, "memory": schedule}
+        columns = columns_of(losses)
+        return context.train(losses, read, columns=columns, per_token=(stored,), **adaptive)
     if model is not None:
         read = partial(
             with_teacher,

@@ -81,6 +81,11 @@ class Pairs(Settings):
     """Assumed share of pairs labeled the wrong way round, for every loss that has this."""
 
 
+def _taid_contradictions(teacher: Teacher) -> Iterator[str]:
+    if teacher.divergence == "taid":
+        yield "teacher.divergence: taid follows the loss of distill; use another one here"
+
+
 @dataclass(frozen=True)
 class DPO(Referenced, Pairs, OfflineConfig):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
@@ -114,6 +119,7 @@ class DPO(Referenced, Pairs, OfflineConfig):
         yield from super().contradictions()
         if self.logprob_reduction == "mean" and self.ld_alpha != 1:
             yield "ld_alpha: is for sums of log-probs; leave it out, or set logprob_reduction to sum"
+        yield from _taid_contradictions(self.teacher)
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ class KTO(Referenced, OfflineConfig):
             yield "kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more"
         if "kto" in losses_named(self.loss) and self.reference == "precompute":
             yield "reference: the mismatched completions of kto can't be precomputed; use copy or adapters_off"
+        yield from _taid_contradictions(self.teacher)
 
 
 @dataclass(frozen=True)
@@ -263,6 +270,8 @@ class Distill(SFT, SamplingConfig):
                 yield "loss: sampled_reverse_kl is for the student's own completions; set on_policy above 0"
             return
         yield from self.sampling_contradictions()
+        if self.teacher.divergence == "taid":
+            yield "teacher.divergence: taid follows the loss on the data's completions; set on_policy to 0"
         if on_samples and (self.top_p < 1 or self.top_k):
             yield (
                 "top_p, top_k: sampled_reverse_kl is a policy gradient, biased where tokens are sampled from a part of "

@@ -5,7 +5,10 @@ A teacher is a function ``teacher(batch) -> TeacherOutputs``. Given these output
 returns the per-token divergence from the teacher, in the same forward pass.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...data import DataError, Example, check_same_vocabulary
+from ...objectives import (
+    Stats,
+    alpha_beta_divergence,
+    skew_forward_kl,
+    skew_reverse_kl,
+    taid,
+)
 from ..batch import Batch
 from ..config import Teacher
 from ..models.io import read_model
@@ -23,7 +33,7 @@ from ..models.policy import Policy
 from ..models.sharding import left_in_files
 from ..registry import as_setting_error
 from .context import RunContext, TokenColumns
-from .feed import digest, stored_tokens
+from .feed import Feed, digest, stored_tokens
 from .reference import frozen_policy_like
 
 
@@ -41,7 +51,7 @@ def open_teacher(
     """
     if not needed:
         return None, lambda data: {}
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": config.beta}[config.divergence]
+    beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(config.divergence, config.beta)
     temperature, policy, accelerator = config.temperature, context.model, context.accelerator
     if model is None and config.model is not None:
         model = load_teacher(context, config)
@@ -49,9 +59,10 @@ def open_teacher(
 
         def live(batch: Batch) -> TeacherOutputs:
             with accelerator.autocast():
-                return model.teacher_outputs(
+                outputs = model.teacher_outputs(
                     batch, beta=beta, temperature=temperature, dense=not policy.fused
                 )
+            return replace(outputs, objective=objective_of(config, batch))
 
         return live, lambda data: {}
 
@@ -98,9 +109,76 @@ def open_teacher(
 
     def from_columns(batch: Batch) -> TeacherOutputs:
         ids, logprobs = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
-        return TeacherOutputs(beta, temperature, top_k=(ids.long(), logprobs))
+        top_k = ids.long(), logprobs
+        objective = objective_of(config, batch)
+        return TeacherOutputs(beta, temperature, top_k=top_k, objective=objective)
 
     return from_columns, columns
+
+
+def objective_of(
+    config: Teacher, batch: Batch
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Stats]] | None:
+    """The divergence of log-probs, of those that no kernel has; None for the others."""
+    match config.divergence:
+        case "skew_forward_kl":
+            return partial(skew_forward_kl, alpha=config.alpha)
+        case "skew_reverse_kl":
+            return partial(skew_reverse_kl, alpha=config.alpha)
+        case "alpha_beta_divergence":
+            return partial(alpha_beta_divergence, alpha=config.alpha, beta=config.beta)
+        case "taid":
+            return partial(taid, t=float(batch.columns[TAID_COLUMN]))
+    return None
+
+
+TAID_COLUMN = "taid_t"
+
+
+@dataclass
+class TaidSchedule:
+    """TAID's t, how far the teacher has come: at least in proportion to the steps, and further the
+    faster the loss falls. It never goes back.
+
+        t ← min(1, max(t₀ + (1 − t₀) n/N, t + α σ(m) (1 − t))),  m the running mean of (J' − J)/J'
+
+    α = 5e-4 and the decay 0.99 of m are the paper's.
+
+    Paper: Shing et al. 2025, arXiv:2501.16937, Algorithm 1.
+    """
+
+    start: float
+    t: float
+    momentum: float = 0.0
+    loss: float | None = None
+
+    def prepare(self, feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
+        """Add t, a column of one number, to the micro-batches of a step."""
+        progress = step / max(feed.steps, 1)
+        self.t = max(self.t, self.start + (1 - self.start) * progress)
+        return [
+            replace(batch, columns={**batch.columns, TAID_COLUMN: self._number(batch)})
+            for batch in micro_batches
+        ]
+
+    def _number(self, batch: Batch) -> Tensor:
+        return torch.tensor(self.t, dtype=torch.float64, device=batch.target.device)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Receive the metrics of a step over all ranks."""
+        loss = metrics["distillation"]
+        if self.loss is not None:
+            fallen = (self.loss - loss) / (self.loss + 1e-15)
+            self.momentum = 0.99 * self.momentum + 0.01 * fallen
+            pace = 5e-4 / (1 + math.exp(-self.momentum))
+            self.t = min(1.0, self.t + pace * (1 - self.t))
+        self.loss = loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
 def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:

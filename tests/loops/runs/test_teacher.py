@@ -3,15 +3,21 @@ said before.
 """
 
 import json
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import burnish
 import pytest
 import torch
+from burnish import objectives
 from burnish.loops.batch import collate
 from burnish.loops.cli import main
+from burnish.loops.config import Teacher
+from burnish.loops.models.lm_head import TeacherOutputs
 from burnish.loops.models.policy import Policy
-from tiny import make_examples, make_model, save_model, write_rows
+from burnish.loops.runs.teacher import TaidSchedule, objective_of
+from tiny import make_examples, make_model, save_model, sums, write_rows
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -210,3 +216,94 @@ def test_what_cannot_work_is_refused_with_the_way_out(run, flags, message):
     status, said, _ = run(*flags, teacher=None)
     assert status == 1
     assert message in said
+
+
+OTHERS = {
+    "skew_forward_kl": {"alpha": 0.2},
+    "skew_reverse_kl": {"alpha": 0.2},
+    "alpha_beta_divergence": {"alpha": 0.2, "beta": 0.7},
+}
+
+
+@pytest.mark.parametrize("plain_student", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_divergence_that_no_kernel_has_is_that_of_the_logits(
+    name, plain_student, batch, monkeypatch
+):
+    """A few rows at a time, value and gradient."""
+    monkeypatch.setattr("burnish.loops.models.lm_head._LOGITS_AT_ONCE", 64 * 5)
+    student, teacher = make_model("llama"), make_model("llama_wide", seed=2)
+    objective = partial(getattr(objectives, name), **OTHERS[name])
+    values = []
+    for example in batch.examples:
+        for completion, trained in zip(example.completions, example.trained, strict=True):
+            ids = torch.tensor([example.prompt + completion])
+            both = [
+                (model(ids).logits[0, :, :61] / TEMPERATURE).log_softmax(-1)
+                for model in (student, teacher)
+            ]
+            at = [len(example.prompt) + i - 1 for i, marked in enumerate(trained) if marked]
+            values.append(objective(both[0][at], both[1][at].detach())[0])
+    expected = torch.cat(values)
+    gradient = torch.autograd.grad(expected.sum(), student.parameters())
+
+    policy = Policy(without_fusing(student) if plain_student else student)
+    config = Teacher(model="t", divergence=name, **OTHERS[name])
+    outputs = Policy(teacher).teacher_outputs(
+        batch, beta=0.5, temperature=TEMPERATURE, dense=plain_student
+    )
+    outputs = replace(outputs, objective=objective_of(config, batch))
+    found = policy(batch, teacher=outputs).divergence
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    for ours, theirs in zip(
+        torch.autograd.grad(found.sum(), policy.plain.parameters()), gradient, strict=True
+    ):
+        assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+def test_the_top_k_of_a_teacher_have_a_divergence_that_no_kernel_has(batch):
+    student, teacher = Policy(make_model("llama")), Policy(make_model("llama", seed=2))
+    objective = partial(objectives.skew_forward_kl, alpha=0.2)
+    whole = teacher.teacher_outputs(batch, beta=0.5, temperature=TEMPERATURE)
+    expected = student(batch, teacher=replace(whole, objective=objective)).divergence
+    top_k = teacher.top_k(batch, k=61, temperature=TEMPERATURE, vocab=61)
+    stored = TeacherOutputs(0.5, TEMPERATURE, top_k=top_k, objective=objective)
+    found = student(batch, teacher=stored).divergence
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_taids_teacher_comes_at_least_with_the_steps_and_never_goes_back(batch):
+    schedule = TaidSchedule(0.4, 0.4)
+    feed = SimpleNamespace(steps=10)
+
+    def seen(step):
+        (prepared,) = schedule.prepare(feed, step, [batch])
+        return float(prepared.columns["taid_t"])
+
+    assert seen(0) == 0.4
+    schedule.observe({"distillation": 2.0})
+    assert seen(0) == 0.4  # of one loss nothing is known
+    schedule.observe({"distillation": 1.0})
+    # it fell by half: m = 0.005, and the pace is the sigmoid of it
+    expected = 0.4 + 5e-4 * torch.sigmoid(torch.tensor(0.005, dtype=torch.float64)) * 0.6
+    assert seen(0) == pytest.approx(float(expected), rel=1e-12)
+    assert seen(5) == pytest.approx(0.7)
+    assert seen(1) == pytest.approx(0.7)
+    again = TaidSchedule(0.4, 0.4)
+    again.load_state_dict(schedule.state_dict())
+    assert again == schedule
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*OTHERS, "taid"])
+def test_a_student_comes_closer_by_every_divergence(name, dtype, tmp_path):
+    model = str(save_model(tmp_path / "student"))
+    teacher = {"model": str(save_model(tmp_path / "teacher", seed=3)), "divergence": name}
+    rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(8)]
+    settings = {"dtype": dtype, "batch_size": 8, "learning_rate": 1e-2, "steps": 6}
+    run = burnish.distill(model, rows, teacher=teacher, output=None, **settings)
+    losses = [step.metrics["distillation"] for step in run]
+    if name == "taid":  # its teacher moves away from the student
+        assert all(torch.isfinite(torch.tensor(losses))) and losses[1] > 0
+    else:
+        assert 0 < losses[-1] < losses[0]

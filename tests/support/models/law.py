@@ -61,6 +61,7 @@ from burnish.objectives import (
     entropy_bonus,
     kl_estimate,
     nll,
+    skew_reverse_kl,
     step_loss,
     value_loss,
 )
@@ -87,7 +88,7 @@ PAIRS = {
 }
 SCORERS = ("reward", "ties", "degrees", "regression", "ranking", "prm")
 IN_BFLOAT16 = ("sft", "dpo", "grpo", "opo_vetoed", "plus_plus_baseline", "optimal_token")
-RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "ppo")
+RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "skewed", "ppo")
 
 GROUPS, ANSWERS, LONGEST = 5, 3, 8
 # What all share: two epochs of two minibatches, of which the third step is looked at, so that a
@@ -263,6 +264,13 @@ def setup(name, accelerator, mesh=None):
     if name == "distill":
         terms = {"distillation": Term(distillation), "nll": Term(nll, 0.5), **ENTROPY}
         return policy, single, {}, terms, policy_tensors(teacher=teacher_outputs), {}
+    if name == "skewed":
+
+        def skewed(batch):
+            return replace(teacher_outputs(batch), objective=partial(skew_reverse_kl, alpha=0.1))
+
+        terms = {"distillation": Term(distillation), **ENTROPY}
+        return policy, single, {}, terms, policy_tensors(teacher=skewed), {}
     if name in PAIRS:
         terms = {**parse_losses(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_METRICS}
         return policy, pairs, {}, terms, policy_tensors(reference=reference, pairs=True), {}
