@@ -34,7 +34,7 @@ _PARTING = 10.0  # seconds in which another rank should stop sampling
 # In place of a request: the one of this number is given up.
 _CANCELLED: Literal["cancelled"] = "cancelled"
 
-Message = Request | Literal["cancelled"] | None
+_Order = Request | Literal["cancelled"] | None
 
 
 def distributed(
@@ -95,7 +95,7 @@ class DistributedSource:
         self.vocab: int | None = getattr(self.source, "vocab", None)
         self.separate: bool = getattr(self.source, "separate", False)
         self.parts = min(self.group_size, -(-self.ranks // self.groups))  # of a group
-        self._unsent: list[list[tuple[int, Message]]] = [[] for _ in range(self.ranks)]
+        self._unsent: list[list[tuple[int, _Order]]] = [[] for _ in range(self.ranks)]
         self._awaited: list[dict[int, asyncio.Future[Any]]] = [{} for _ in range(self.ranks)]
         self._talks: dict[tuple[int, Any], asyncio.Task[None]] = {}  # by rank and direction
         self._numbers, self._closed = count(), False
