@@ -114,6 +114,7 @@ def linear_divergence(
     check_tensors(who, shapes, {"temperature": temperature})
     if not 0 <= beta <= 1:
         raise ValueError(f"{who}: beta must be in [0, 1], got {beta}")
+    # Rows beyond the smaller vocabulary are padding of one of the two.
     vocab = checked_vocab(who, vocab, min(len(student.weight), len(teacher.weight)))
     compute = checked_dtype(who, compute_dtype, student_hidden, keep_bytes)
     if student.shard is not None or teacher.shard is not None:
@@ -126,24 +127,25 @@ def linear_divergence(
     exact = accumulation_dtype(student_hidden.dtype)  # the student's, for both
     if accumulation_dtype(teacher_hidden.dtype) != exact:
         teacher_hidden = teacher_hidden.to(exact)
-    teacher_hidden, teacher = teacher_hidden.detach(), teacher.detach()
+    teacher_hidden = teacher_hidden.detach()
+    teacher = teacher.detach()
     # it would round logits to 16 bits
     with torch.autocast(student_hidden.device.type, enabled=False):
         if backend == "reference":
-            options: Any = {
-                "beta": beta,
-                "temperature": temperature,
-                "vocab": vocab,
-                "compute_dtype": compute,
-            }
             return reference.linear_divergence(
-                student_hidden, student, teacher_hidden, teacher, **options
+                student_hidden,
+                student,
+                teacher_hidden,
+                teacher,
+                beta=beta,
+                temperature=temperature,
+                vocab=vocab,
+                compute_dtype=compute,
             )
         trained = HeadFactors.of(student_hidden, student, compute)
         fixed = HeadFactors.of(teacher_hidden, teacher, compute)
-        graph = torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in trained[:5]
-        )
+        # Without another pass after the first, nothing is kept for it.
+        several_passes = _wants_gradients(trained) or 0 < beta < 1
         on_gpu = student_hidden.device.type == "cuda"
         arguments = DivergenceArguments(
             *trained[:5],
@@ -157,13 +159,18 @@ def linear_divergence(
             vocab=vocab,
             rows=divergence_passes.GPU_ROWS if on_gpu else divergence_passes.ROWS,
             columns=divergence_passes.GPU_COLUMNS if on_gpu else divergence_passes.COLUMNS,
-            keep_bytes=keep_bytes if graph or 0 < beta < 1 else 0,  # without another pass, nothing
+            keep_bytes=keep_bytes if several_passes else 0,
             backend="torch" if backend == "torch" else "triton",
             compute=trained.compute,
             teacher_compute=fixed.compute,
         )
         divergence: Tensor = _forward(*arguments)[0]
         return divergence
+
+
+def _wants_gradients(factors: HeadFactors) -> bool:
+    tensors = [t for t in factors[:5] if t is not None]
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
 class DivergenceArguments(NamedTuple):

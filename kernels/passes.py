@@ -25,7 +25,8 @@ KEEP = 3 * 2**25
 # On a GPU: 128 MB of float32, and dc as large. Products this large run at the rate of the tensor
 # cores.
 GPU_ROWS, GPU_COLUMNS = 4096, 8192
-# share of rows without a gradient from which on they are: gathering the others costs a little
+# The share of rows without a gradient from which on they are left out: gathering the other rows
+# costs a little.
 WORTH_LEAVING_OUT = 0.1
 # On a GPU dc of two tiles stands side by side: of 8192 rows a span's dW is one product, rounded as
 # it is written.
@@ -172,39 +173,81 @@ def multiply_out(
         main_grad: ``[V, D]``, what the gradient of the weight is added to instead of being
             returned.
     """
-    like, n = head.hidden, len(head.hidden)
-    exact, written = accumulation_dtype(like.dtype), store.vocab if n else 0
+    like = head.hidden
+    n = len(like)
+    written = store.vocab if n else 0
     at_once = store.rows * TILES_AT_ONCE.get(like.device.type, 1)
-    gradients: list[Tensor | None] = []
-    for i, (t, wanted) in enumerate(zip(head[:5], needed, strict=False)):
-        gradient = main_grad if i == WEIGHT else None
-        if t is None or not wanted:
-            gradient = None
-        elif i not in PER_TOKEN:
-            gradient = (torch.empty_like if written else torch.zeros_like)(t, dtype=exact)
-        elif gradient is None:
-            gradient = t.new_empty(t.shape)
-            gradient[written:] = 0  # where no tile will write
-        gradients.append(gradient)
-
+    gradients = _empty_gradients(head, needed, written, main_grad)
     buffer = like.new_empty(min(n, at_once), store.width)
     for span in vocabulary_spans(written, store.columns, like.device):
         factors, write = open_span(span)
-        sums = gradients.copy()
-        for i in PER_TOKEN:  # views, or buffers that are rounded into them later
-            if (t := gradients[i]) is not None:
-                # Where all rows come in one product, it may round its sums as it writes them.
-                direct = t.dtype == exact or (n <= at_once and i != BIAS and t.dtype == like.dtype)
-                sums[i] = t[span] if direct else torch.empty_like(t[span], dtype=exact)
+        sums = _sums_of_span(gradients, span, like.dtype, one_product=n <= at_once)
         for block in spans(n, at_once):
             dc = buffer[: block.stop - block.start, : span.stop - span.start]
             for part in spans(block.stop, store.rows, block.start):
                 write(part, dc[part.start - block.start : part.stop - block.start])
             add_products_(sums, dc, factors, block, span, unit, main_grad=main_grad is not None)
-        for gradient, total in zip(gradients, sums, strict=True):
-            if gradient is not None and total is not None and gradient.dtype != total.dtype:
-                gradient[span] = total
+        _round_into(gradients, sums, span)
     return [None if gradient is main_grad else gradient for gradient in gradients]
+
+
+def _empty_gradients(
+    head: HeadFactors, needed: Sequence[bool], written: int, main_grad: Tensor | None
+) -> list[Tensor | None]:
+    """Memory for the gradients of hidden, weight, bias, low and up; None where not needed.
+
+    Args:
+        written: columns of the vocabulary that tiles will write.
+    """
+    exact = accumulation_dtype(head.hidden.dtype)
+    gradients: list[Tensor | None] = []
+    # `needed` has more entries where an operator has more tensors than the head
+    for i, (t, wanted) in enumerate(zip(head[:5], needed, strict=False)):
+        gradient = None
+        if t is None or not wanted:
+            pass
+        elif i not in PER_TOKEN:  # a sum over the vocabulary
+            make = torch.empty_like if written else torch.zeros_like
+            gradient = make(t, dtype=exact)
+        elif i == WEIGHT and main_grad is not None:
+            gradient = main_grad
+        else:
+            gradient = t.new_empty(t.shape)
+            gradient[written:] = 0  # where no tile will write
+        gradients.append(gradient)
+    return gradients
+
+
+def _sums_of_span(
+    gradients: Sequence[Tensor | None], span: slice, factors: torch.dtype, *, one_product: bool
+) -> list[Tensor | None]:
+    """What the products of a span are added to: of the gradients with a row per token of the
+    vocabulary views, or buffers that are rounded into them later.
+
+    Args:
+        factors: dtype that products are multiplied in.
+        one_product: whether all rows come in one product, which may round its sums as it writes
+            them.
+    """
+    exact = accumulation_dtype(factors)
+    sums = list(gradients)
+    for i in PER_TOKEN:
+        gradient = gradients[i]
+        if gradient is not None:
+            rounds = one_product and i != BIAS and gradient.dtype == factors
+            direct = gradient.dtype == exact or rounds
+            part = gradient[span]
+            sums[i] = part if direct else torch.empty_like(part, dtype=exact)
+    return sums
+
+
+def _round_into(
+    gradients: Sequence[Tensor | None], sums: Sequence[Tensor | None], span: slice
+) -> None:
+    """Round the sums of a span that were kept in another dtype into their gradients."""
+    for gradient, total in zip(gradients, sums, strict=True):
+        if gradient is not None and total is not None and gradient.dtype != total.dtype:
+            gradient[span] = total
 
 
 def add_products_(
@@ -254,10 +297,11 @@ def live_rows(
     if not arriving:
         return None, 1.0
     largest = torch.stack([gradient.abs().amax(1) for gradient in arriving]).amax(0)  # [n]
-    alive = ~(largest == 0)  # NaN too
+    alive = ~(largest == 0)  # NaN too: it must reach the weights, so that the step is refused
     count, top = torch.stack((alive.sum().double(), largest.amax().double())).tolist()
-    scaled = dtype == torch.float16 and 0 < top * scale < math.inf
-    unit = 2.0 ** math.floor(math.log2(top * scale)) if scaled else 1.0
+    unit = 1.0
+    if dtype == torch.float16 and 0 < top * scale < math.inf:
+        unit = 2.0 ** math.floor(math.log2(top * scale))
     if count > (1 - WORTH_LEAVING_OUT) * len(alive):
         return None, unit
     # Sorted instead of `nonzero`, which would wait once more.
@@ -284,42 +328,42 @@ class Ranking:
     def __init__(
         self, head: HeadFactors, top_k: int, target: Tensor | None, vocab: int, group: str | None
     ) -> None:
-        n, like = len(head.hidden), head.hidden
+        like = head.hidden
+        n = len(like)
         self.values = like.new_full((n, top_k), -torch.inf, dtype=accumulation_dtype(like.dtype))
         self.ids = torch.zeros(n, top_k, dtype=torch.int64, device=like.device)
         self.above = torch.zeros(0 if target is None else n, dtype=torch.int64, device=like.device)
-        self.target, self.group = target, group
+        self.target = target
+        self.group = group
         if target is not None:
             self.bar = _logit(head, target, vocab, group)
 
     def update(self, tile: Tensor, rows: slice, columns: slice) -> None:
-        if self.values.shape[1]:
-            values, ids = tile.topk(min(self.values.shape[1], tile.shape[1]))
-            values, ids = (
-                torch.cat((self.values[rows], values), 1),
-                torch.cat((self.ids[rows], ids + columns.start), 1),
-            )
-            self.values[rows], best = values.topk(self.values.shape[1])
+        k = self.values.shape[1]
+        if k:
+            values, ids = tile.topk(min(k, tile.shape[1]))
+            # The likeliest of this tile beside the likeliest so far: at most 2 k candidates.
+            values = torch.cat((self.values[rows], values), 1)
+            ids = torch.cat((self.ids[rows], ids + columns.start), 1)
+            self.values[rows], best = values.topk(k)
             self.ids[rows] = ids.gather(1, best)
         if self.target is not None:
             # Computed in another order, the target's own logit may be a hair above itself.
-            itself = (
-                torch.arange(columns.start, columns.stop, device=tile.device)
-                == self.target[rows, None]
-            )
+            token = torch.arange(columns.start, columns.stop, device=tile.device)
+            itself = token == self.target[rows, None]
             self.above[rows] += ((tile > self.bar[rows, None]) & ~itself).sum(1)
 
     def finish(
         self, softmax: Softmax, transform: LogitTransform, start: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rank of the target, ids and log-probs of the likeliest; ids count from ``start``."""
-        values, ids, above = self.values, self.ids + start, self.above
-        if self.group is not None:
+        values = self.values
+        ids = self.ids + start
+        above = self.above
+        if self.group is not None:  # every rank has the likeliest of its part
             values, best = gather_columns(values, self.group).topk(values.shape[1])
-            ids, above = (
-                gather_columns(ids, self.group).gather(1, best),
-                sum_over(above, self.group),
-            )
+            ids = gather_columns(ids, self.group).gather(1, best)
+            above = sum_over(above, self.group)
         z = transform.tempered(transform.capped(values))
         logprob = (z - softmax.shift[:, None]) - softmax.log_total[:, None]
         return above, ids, logprob.masked_fill_(z < IMPOSSIBLE, -torch.inf)
@@ -327,8 +371,9 @@ class Ranking:
 
 def _logit(head: HeadFactors, target: Tensor, vocab: int, group: str | None) -> Tensor:
     """``[N]``, c of the target, from the rank that holds it."""
-    inside = (target >= 0) & (target < vocab)
-    index, dtype = target.clamp(0, max(vocab - 1, 0)), accumulation_dtype(head.hidden.dtype)
+    inside = (target >= 0) & (target < vocab)  # a target may be in the part of another rank
+    index = target.clamp(0, max(vocab - 1, 0))
+    dtype = accumulation_dtype(head.hidden.dtype)
     c = (head.hidden.to(dtype) * head.factor(head.weight[index]).to(dtype)).sum(1)
     if head.bias is not None:
         c = c + head.bias[index].to(dtype)

@@ -19,6 +19,7 @@ at its own position, the end of a completion or of a step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -98,38 +99,62 @@ def arrange(
     width = sum(lengths) if one_row else max(lengths)
     width += -width % multiple_of
     everything = range(len(segments))
-    rows = (
-        [[i] for i in everything] if layout == "padded" else first_fit(everything, lengths, width)
-    )
-
-    def lay(values: Sequence[Sequence[int]], filler: int) -> Tensor:
-        """One value for each slot of the rows: the values of the row's segments, then the
-        filler.
-        """
-        laid = []
-        for members in rows:
-            row = [value for i in members for value in values[i]]
-            laid.append(row + [filler] * (width - len(row)))
-        return torch.tensor(laid, device=device)
+    rows = [[i] for i in everything]  # of padded ones
+    if layout != "padded":
+        rows = first_fit(everything, lengths, width)
+    slots = _Slots(rows, width, device)
 
     # Slots that no segment covers have position 0, and so are sequences of their own, which are
     # never read. They repeat a token that is trained on: the embedding of another may be all zeros,
     # and some models' gradients of that are NaN.
-    input_ids = lay([segment.tokens for segment in segments], filler=segments[0].tokens[0])
-    position_ids = lay([segment.positions for segment in segments], filler=0)
-    mask: Tensor | BlockMask | None = None
+    input_ids = slots.fill([segment.tokens for segment in segments], segments[0].tokens[0])
+    position_ids = slots.fill([segment.positions for segment in segments], 0)
+    mask = _mask(segments, layout, slots, blocks=blocks)
+    return Rows(input_ids, position_ids, mask, _read_positions(segments, slots))
+
+
+class _Slots(NamedTuple):
+    """The token positions of rows, and which segments fill them.
+
+    Attributes:
+        rows: the segments of each row, in order, as their indices.
+    """
+
+    rows: Sequence[Sequence[int]]
+    width: int
+    device: torch.device | str
+
+    def fill(self, values: Sequence[Sequence[int]], filler: int) -> Tensor:
+        """int64 [rows, width]: the values of the segments of each row, then the filler."""
+        filled = []
+        for members in self.rows:
+            row = list(chain.from_iterable(values[i] for i in members))
+            filled.append(row + [filler] * (self.width - len(row)))
+        return torch.tensor(filled, device=self.device)
+
+
+def _mask(
+    segments: Sequence[_Segment], layout: Layout, slots: _Slots, *, blocks: bool
+) -> Tensor | BlockMask | None:
+    """The attention mask of a layout; packed rows have none."""
     if layout == "padded":
-        mask = lay([[1] * length for length in lengths], filler=0)
-    elif layout == "shared":
-        owner = lay([[i] * length for i, length in enumerate(lengths)], filler=-1)
-        branch = lay([segment.branches for segment in segments], filler=0)
-        mask = _block_mask(owner, branch) if blocks else _dense_mask(owner, branch)
-    starts = _starts(rows, lengths, width)
-    read_at = [
-        starts[i] + offset for i, segment in enumerate(segments) for offset in segment.read_at
-    ]
-    position = torch.tensor(read_at, dtype=torch.int64, device=device)
-    return Rows(input_ids, position_ids, mask, position)
+        return slots.fill([[1] * len(segment.tokens) for segment in segments], 0)
+    if layout == "packed":
+        return None
+    owners = [[i] * len(segment.tokens) for i, segment in enumerate(segments)]
+    owner = slots.fill(owners, -1)
+    branch = slots.fill([segment.branches for segment in segments], 0)
+    return _block_mask(owner, branch) if blocks else _dense_mask(owner, branch)
+
+
+def _read_positions(segments: Sequence[_Segment], slots: _Slots) -> Tensor:
+    """int64 [tokens], where each trained token is read in the flattened rows."""
+    lengths = [len(segment.tokens) for segment in segments]
+    starts = _starts(slots.rows, lengths, slots.width)
+    read_at: list[int] = []
+    for i, segment in enumerate(segments):
+        read_at += [starts[i] + offset for offset in segment.read_at]
+    return torch.tensor(read_at, dtype=torch.int64, device=slots.device)
 
 
 def _one_completion_each(examples: Sequence[Example]) -> list[Example]:

@@ -36,6 +36,7 @@ from ...objectives import (
 )
 from ...objectives.types import Bound
 from ..batch import Batch, Weights, token_mean
+from ..models.lm_head import Outputs
 from ..rollouts.source import SourceError
 from ..runs.training import Training
 from ..train.losses import (
@@ -114,12 +115,9 @@ def policy_losses(
     if kl_loss and config.beta:
         losses["kl"] = Term(partial(kl_loss, kind=config.kl or "k3"), config.beta, weigh)
     for name, loss in losses.items():
+        is_kl = getattr(loss.function, "func", None) is kl_estimate
         bound = getattr(loss.function, "keywords", {})
-        if (
-            getattr(loss.function, "func", None) is kl_estimate
-            and bound["kind"] == "k1"
-            and loss.coefficient
-        ):
+        if is_kl and bound["kind"] == "k1" and loss.coefficient:
             raise ValueError(
                 f"kl: k1 as a loss, here {name}, has a gradient that is zero on average; use k2 or k3, or take the "
                 "divergence off the reward (kl_as: reward)"
@@ -162,15 +160,16 @@ def ratio_denominator(
     """
     if config.old_logprobs is not None:
         return config.old_logprobs
-    units = [units_of(loss.function) for loss in losses.values()]
-    joined = any(
-        "old_logp" in of and ("sequence" in of or of["old_logp"] == "sequences") for of in units
-    )
-    return (
-        "recomputed"
-        if joined or config.correction != "none" or "old_value" in tensors_needed(losses)
-        else "sampled"
-    )
+    joined = any(_joins_tokens(loss) for loss in losses.values())
+    if joined or config.correction != "none" or "old_value" in tensors_needed(losses):
+        return "recomputed"
+    return "sampled"
+
+
+def _joins_tokens(loss: Term) -> bool:
+    """True for a loss with the ratio of a whole completion, as its signature tells."""
+    units = units_of(loss.function)
+    return "old_logp" in units and ("sequence" in units or units["old_logp"] == "sequences")
 
 
 def train_policy(
@@ -213,16 +212,12 @@ def train_policy(
     old_needed = old_needed or masked_at_start or vetoed_later or bool(at_start)
 
     def measure(batch: Batch) -> dict[str, Tensor]:
-        columns = {} if ref_at_start is None else {"ref_logp": ref_at_start(batch)}
+        columns: dict[str, Tensor] = {}
+        if ref_at_start is not None:
+            columns["ref_logp"] = ref_at_start(batch)
         if old_needed:
             outputs = run.model(batch, temperature=config.temperature, outputs=tuple(at_start))
-            columns["old_logp"] = outputs.logprob
-            if outputs.value is not None:
-                columns["old_value"] = outputs.value
-            if masked_at_start:
-                columns["old_entropy"] = outputs.entropy
-            for name in at_start:
-                columns[f"old_{name}"] = getattr(outputs, name)
+            columns |= _old_columns(outputs, at_start, with_entropy=masked_at_start)
         return columns
 
     def with_masks(rollout: RolloutBuffer) -> Mapping[str, Tensor]:
@@ -240,7 +235,7 @@ def train_policy(
         **options,
     )
 
-    ref_logp = reference if ref_at_start is None else lambda batch: batch.columns["ref_logp"]
+    ref_logp = reference if ref_at_start is None else _stored_reference
     forward = policy_tensors(
         reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature
     )
@@ -251,6 +246,28 @@ def train_policy(
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     read = partial(rollout_tensors, forward, config)
     return run.train(logged, read, feed, save=save)
+
+
+def _old_columns(
+    outputs: Outputs, further: Collection[str], *, with_entropy: bool
+) -> dict[str, Tensor]:
+    """Columns of what the policy computes before anything is learned from a rollout.
+
+    Args:
+        further: names of further outputs of the kernel.
+    """
+    columns = {"old_logp": outputs.logprob}
+    if outputs.value is not None:
+        columns["old_value"] = outputs.value
+    if with_entropy:
+        columns["old_entropy"] = outputs.entropy
+    for name in further:
+        columns[f"old_{name}"] = getattr(outputs, name)
+    return columns
+
+
+def _stored_reference(batch: Batch) -> Tensor:
+    return batch.columns["ref_logp"]
 
 
 def rollout_tensors(
@@ -267,8 +284,11 @@ def rollout_tensors(
     correction      weight of each token or completion by how far the trainer's policy is from μ, times the mask
     """
     tensors = forward(model, batch)
-    sampled, now = batch.columns["sampled_logp"], tensors["tokens", "logp"].detach()
-    start = batch.columns.get("old_logp", now) if config.steps_per_rollout > 1 else now
+    sampled = batch.columns["sampled_logp"]
+    now = tensors["tokens", "logp"].detach()
+    start = now  # this pass is the one at the start
+    if config.steps_per_rollout > 1:
+        start = batch.columns.get("old_logp", now)
     old = sampled if config.old_logprobs == "sampled" else start
     advantage = batch.columns["advantage"]
     alike = {"advantage": advantage}  # the same for all tokens of a completion
@@ -354,14 +374,17 @@ class SamplerMismatch:
     def report(self) -> dict[str, float]:
         """Metrics of the micro-batches since the last report, over all ranks. Every rank calls it.
 
-        sampling/effective_sample_size    (Σ ρ)² / (N Σ ρ²), the share of the N tokens that equal weights would need
+        sampling/effective_sample_size    (Σ ρ)² / (N Σ ρ²), the share of the N tokens that equal
+                                          weights would need
         """
+        # A rank without tokens takes part, too: the neutral element of three sums and three maxima.
         nothing = torch.tensor(
             [0.0, 0, 0, *[-torch.inf] * 3], dtype=torch.float64, device=self.accelerator.device
         )
-        parts, self.parts = torch.stack([nothing, *self.parts]), []
+        parts = torch.stack([nothing, *self.parts])
+        self.parts = []
         of_rank = torch.cat([parts[:, :3].sum(0), parts[:, 3:].amax(0)])
-        of_ranks: Any = self.accelerator.gather(of_rank[None])
+        of_ranks: Tensor = self.accelerator.gather(of_rank[None])
         count, total, squares = of_ranks[:, :3].sum(0).tolist()
         difference, highest, lowest = of_ranks[:, 3:].amax(0).tolist()
         if not count:
