@@ -3,19 +3,19 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, List, Value
 
 from .records import Records
 
-# columns that an encoded dataset has until `summarize` has read them; `_row` stays, for messages
+# Columns that an encoded dataset has until `summarize` has read them; `_row` stays, for messages.
 NOTES = {
-    "_kind": Value("string"),
+    "_kind": Value("string"),  # of a bad row, such as "prompt too long"; null for a good one
     "_problem": Value("string"),
     "_truncated": Value("bool"),
     "_shortened": Value("bool"),
@@ -85,48 +85,51 @@ class Accounting:
         if self.parts:
             for part in self.parts:
                 lines += [f"  {line}" for line in str(part).split("\n")]
-            return "\n".join(lines)
-        lines += [
-            f"  {count:,} skipped, {kind}; the first: {self.first[kind]}"
-            for kind, count in self.skipped.items()
-        ]
-        if self.truncated:
-            lines.append(f"  {self.truncated:,} truncated to max_length={self.max_length}")
-        if self.shortened:
-            lines.append(
-                f"  {self.shortened:,} where the prompt's last tokens went to the completion"
-            )
-        if self.special:
-            lines.append(
-                f"  {self.special:,} with a special token in a message; the first: {self.first['special']}"
-            )
-        if self.own_system:
-            lines.append(
-                f"  {self.own_system:,} that keep a system message of their own, instead of system_prompt"
-            )
-        if self.contradictory:
-            lines += [
-                f"  {self.contradictory:,} contradictory: another row has the same completions with the opposite label"
-            ]
-        if self.labels:
-            counts = ", ".join(f"{count:,} {label}" for label, count in self.labels.items())
-            empty = "" if all(self.labels.values()) else ": one class is empty"
-            lines.append(f"  {counts}{empty}")
-        if self.unused:
-            lines.append(f"  unused columns: {', '.join(self.unused)}")
-        if "system" in self.unused:
-            lines[-1] += "; columns: {system: system_prompt} begins conversations with it"
+        else:
+            lines += [f"  {fact}" for fact in self._facts()]
         return "\n".join(lines)
 
     def _headline(self) -> str:
-        examples = f" as {self.examples:,} examples" if self.examples != self.kept else ""
-        of = "" if self.available is None else f" of {self.available:,}"
-        trained = f", {self.trained_tokens:,} of them trained" if self.trained_tokens else ""
-        rows = f"{self.read:,} rows read{of}, {self.kept:,} kept{examples}"
-        images = ""
+        """Such as "rows.jsonl: 100 rows read of 200, 98 kept; 5,210 tokens, 2,107 of them trained"."""
+        text = f"{self.source}: {self.read:,} rows read"
+        if self.available is not None:
+            text += f" of {self.available:,}"
+        text += f", {self.kept:,} kept"
+        if self.examples != self.kept:
+            text += f" as {self.examples:,} examples"
+        text += f"; {self.total_tokens:,} tokens"
+        if self.trained_tokens:
+            text += f", {self.trained_tokens:,} of them trained"
         if self.images:
-            images = f"; {self.images:,} images, {self.image_tokens:,} of the tokens"
-        return f"{self.source}: {rows}; {self.total_tokens:,} tokens{trained}{images}"
+            text += f"; {self.images:,} images, {self.image_tokens:,} of the tokens"
+        return text
+
+    def _facts(self) -> list[str]:
+        """What is to be known of the rows, a line each."""
+        facts = []
+        for kind, count in self.skipped.items():
+            facts.append(f"{count:,} skipped, {kind}; the first: {self.first[kind]}")
+        counts = {
+            f"truncated to max_length={self.max_length}": self.truncated,
+            "where the prompt's last tokens went to the completion": self.shortened,
+            f"with a special token in a message; the first: {self.first.get('special')}": self.special,
+            "that keep a system message of their own, instead of system_prompt": self.own_system,
+            "contradictory: another row has the same completions with the opposite label": self.contradictory,
+        }
+        for fact, count in counts.items():
+            if count:
+                facts.append(f"{count:,} {fact}")
+        if self.labels:
+            labels = ", ".join(f"{count:,} {label}" for label, count in self.labels.items())
+            if not all(self.labels.values()):
+                labels += ": one class is empty"
+            facts.append(labels)
+        if self.unused:
+            unused = f"unused columns: {', '.join(self.unused)}"
+            if "system" in self.unused:
+                unused += "; columns: {system: system_prompt} begins conversations with it"
+            facts.append(unused)
+        return facts
 
 
 def summarize(
@@ -137,29 +140,39 @@ def summarize(
     max_length: int | None,
     unused: Sequence[str],
 ) -> tuple[npt.NDArray[np.int64], Accounting]:
-    """The examples to keep, and the account of all rows; ``labeled``: whether there is a column
-    `desirable`.
+    """Count the rows of an encoded dataset, with its columns `NOTES`.
+
+    Args:
+        labeled: whether there is a column `desirable`.
+
+    Returns:
+        The indices of the examples to keep, and the account of all rows.
     """
     table = encoded.with_format("arrow")[:]  # memory-mapped where the dataset is
     kinds = table["_kind"]
     rows = table["_row"]
-    problems = table["_problem"]
     kept = np.flatnonzero(pc.is_null(kinds))
-    skipped = {
-        each["values"]: each["counts"] for each in pc.value_counts(kinds.drop_null()).to_pylist()
-    }
-    firsts = {kind: pc.index(kinds, kind).as_py() for kind in skipped}
+    skipped: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for each in pc.value_counts(kinds.drop_null()).to_pylist():
+        kind = each["values"]
+        at = pc.index(kinds, kind).as_py()
+        skipped[kind] = each["counts"]
+        first[kind] = f"{records.where(rows[at].as_py())}: {table['_problem'][at]}"
     special = pc.index(table["_special"], True).as_py()
+    if special >= 0:  # else there is none
+        first["special"] = records.where(rows[special].as_py())
     # a row that is skipped has no tokens
     trained = pc.list_flatten(pc.list_flatten(table["trained"]))
-    desirable = _total(table["desirable"]) if labeled else 0
     image_lengths = _image_lengths(table)
-    statements, contradictions = pc.list_flatten(table["_digests"]).to_numpy().reshape(-1, 2).T
-    first = {
-        kind: f"{records.where(rows[at].as_py())}: {problems[at]}" for kind, at in firsts.items()
-    }
-    if special >= 0:
-        first["special"] = records.where(rows[special].as_py())
+    labels = {}
+    if labeled:
+        desirable = _total(table["desirable"])
+        labels = {"desirable": desirable, "undesirable": len(kept) - desirable}
+    # each example that has digests has two: of what it says, and of what would contradict it
+    digests = pc.list_flatten(table["_digests"]).to_numpy()
+    statements, contradictions = digests.reshape(-1, 2).T
+    ends = pc.unique(pc.list_flatten(table["_ends"])).to_pylist()
     return kept, Accounting(
         source=records.source,
         read=len(records.dataset),
@@ -172,19 +185,19 @@ def summarize(
         special=_total(table["_special"]),
         own_system=_total(table["_keeps_system"]),
         contradictory=int(np.isin(contradictions, statements).sum()),
-        labels={"desirable": desirable, "undesirable": len(kept) - desirable} if labeled else {},
+        labels=labels,
         total_tokens=_total(pc.list_value_length(table["prompt"])) + len(trained),
         trained_tokens=_total(trained),
         images=len(image_lengths),
         image_tokens=int(image_lengths.sum()),
         max_length=max_length,
-        end_tokens=tuple(sorted(pc.unique(pc.list_flatten(table["_ends"])).to_pylist())),
+        end_tokens=tuple(sorted(ends)),
         unused=tuple(unused),
         available=records.available,
     )
 
 
-def _image_lengths(table: Any) -> npt.NDArray[np.int64]:
+def _image_lengths(table: pa.Table) -> npt.NDArray[np.int64]:
     """The tokens of each image of the examples; of a row that is skipped there are none."""
     if "images" not in table.column_names:
         return np.zeros(0, np.int64)
@@ -193,30 +206,36 @@ def _image_lengths(table: Any) -> npt.NDArray[np.int64]:
     return lengths
 
 
-def _total(column: Any) -> int:
+def _total(column: pa.ChunkedArray) -> int:
+    """The sum of numbers, or how many of a column are true; 0 for an empty one."""
     return int(pc.sum(column).as_py() or 0)
 
 
 def combine(parts: Sequence[Accounting], source: str | None = None) -> Accounting:
-    """The account of a mixture; or of one ``source`` whose rows were counted one batch after
-    another.
-    """
-    values: dict[str, Any] = {
-        field.name: sum(getattr(part, field.name) for part in parts)
-        for field in fields(Accounting)
-        if field.type is int
-    }
-    # a sum of them would drop zeros
-    counters = {"skipped": Counter[str](), "labels": Counter[str]()}
-    for part, (name, counter) in product(parts, counters.items()):
-        counter.update(getattr(part, name))
-    values |= {name: dict(counter) for name, counter in counters.items()}
-    values["end_tokens"] = tuple(sorted({token for part in parts for token in part.end_tokens}))
-    values["first"] = {
-        kind: where for part in reversed(parts) for kind, where in part.first.items()
-    }
-    if source is not None:
-        return replace(parts[0], source=source, **values)
-    return Accounting(
-        f"{len(parts)} parts", **values, max_length=parts[0].max_length, parts=tuple(parts)
+    """The account of a mixture; or of one ``source`` whose rows were counted batch after batch."""
+    counts: dict[str, Any] = {}
+    for each in fields(Accounting):
+        if each.type is int:
+            counts[each.name] = sum(getattr(part, each.name) for part in parts)
+    # Counter's update keeps zeros, which its + would drop: "0 undesirable" is worth a line.
+    skipped = Counter[str]()
+    labels = Counter[str]()
+    first: dict[str, str] = {}
+    end_tokens: set[int] = set()
+    for part in parts:
+        skipped.update(part.skipped)
+        labels.update(part.labels)
+        first = {**part.first, **first}  # of the earliest part that has one
+        end_tokens.update(part.end_tokens)
+    whole = replace(
+        parts[0],
+        **counts,
+        skipped=dict(skipped),
+        labels=dict(labels),
+        first=first,
+        end_tokens=tuple(sorted(end_tokens)),
     )
+    if source is not None:
+        return replace(whole, source=source)
+    source = f"{len(parts)} parts"
+    return replace(whole, source=source, unused=(), available=None, parts=tuple(parts))

@@ -1,5 +1,6 @@
-"""Calls that may never end or may take all memory, such as a chat template's, tried in a child
-process first.
+"""Calls that may never end or may take all memory, tried in a child process first.
+
+A chat template is such a call.
 
 The child is a fork, which takes milliseconds, and has limits of processor time and of memory. Its
 result is lost; it proves that this process can make the same call.
@@ -12,7 +13,6 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 SECONDS = 10  # of processor time; a long conversation takes some milliseconds to render
 BYTES = 1 << 30  # beyond what this process has
@@ -20,9 +20,10 @@ _PATIENCE = 60.0  # seconds to wait for a child: of one that is out of luck, not
 _OUT_OF_MEMORY = 3  # its exit status
 
 
-def excess(function: Callable[[], Any], *, seconds: int = SECONDS, size: int = BYTES) -> str | None:
-    """Say what a call takes too much of, after it was made in a child process; None if it keeps
-    within the limits.
+def excess(
+    function: Callable[[], object], *, seconds: int = SECONDS, size: int = BYTES
+) -> str | None:
+    """Make a call in a child process, and say what it takes too much of; None if of nothing.
 
     A call that raises keeps within them. Without ``fork`` nothing is tried.
 
@@ -50,10 +51,8 @@ def excess(function: Callable[[], Any], *, seconds: int = SECONDS, size: int = B
     return None
 
 
-def _be_child(function: Callable[[], Any], seconds: int, size: int) -> None:
-    """Make the call within limits, and end this process without any of the clean-up that belongs to
-    its parent.
-    """
+def _be_child(function: Callable[[], object], seconds: int, size: int) -> None:
+    """Make the call within limits, and end this process without its parent's clean-up."""
     status = 0
     try:
         import resource  # where there is a fork, there are limits

@@ -29,7 +29,7 @@ from jinja2 import TemplateError
 
 from .bounded import excess
 from .columns import ASSISTANT, IMAGES, BadRow, Message, ParsedRow, common_prefix, images_of
-from .images import HOLE, ImageError, ImageReader, ImageRef
+from .images import HOLE, ImageError, ImageReader, ImageRef, Processed
 from .records import DataError
 from .turns import ADVICE, check_roles, find_begin, full_text, through_end
 
@@ -351,7 +351,7 @@ class Encoder:
         texts = self._read(images).texts
         return pieces[0] + "".join(map(str.__add__, texts, pieces[1:]))
 
-    def _read(self, images: Sequence[ImageRef]) -> Any:
+    def _read(self, images: Sequence[ImageRef]) -> Processed:
         assert self.images is not None
         try:
             return self.images.read(images)
@@ -563,9 +563,9 @@ class Encoder:
     ) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text that ends with a turn, and where each of its turns is among them.
 
-        ``turns`` are the characters at which each of them begins and ends. If a token spans the edge
-        of one, the last turn alone is cut off: its tokens then follow the prompt's tokens, as when
-        they are generated.
+        ``turns`` are the characters at which each of them begins and ends. If a token spans the
+        edge of one, the last turn alone is cut off: its tokens then follow the prompt's tokens, as
+        when they are generated.
         """
         ids = self.bare(text)
         edges = [edge for turn in turns for edge in turn]

@@ -343,7 +343,7 @@ def _with_one_prompt(values: dict[str, PlainOrChat]) -> dict[str, PlainOrChat]:
 
 
 def _with_images(
-    record: Mapping[str, Any], values: dict[str, PlainOrChat], folder: str | None
+    record: Record, values: dict[str, PlainOrChat], folder: str | None
 ) -> dict[str, PlainOrChat]:
     """Conversations whose messages hold all images that they show: their own ones, and the images
     of the row's column.
@@ -387,7 +387,7 @@ def _refuse_images(values: Mapping[str, PlainOrChat]) -> None:
                 )
 
 
-def _column_images(record: Mapping[str, Any]) -> list[ImageRef]:
+def _column_images(record: Record) -> list[ImageRef]:
     """The images of the columns `image` and `images`, in their order."""
     images: list[ImageRef] = []
     for name in IMAGE_COLUMNS:

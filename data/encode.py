@@ -1,17 +1,20 @@
-"""Records as examples: a dataset of token ids and masks, memory-mapped, and an account of every
-row.
+"""Records as examples: a dataset of token ids and masks, and an account of every row.
 
-A row that can't be trained on as given is an error, or is counted and left out.
+    columns         prompt         completions        trained                  + _row, numbers
+    a row of SFT    [1, 15, 4]     [[7, 7, 2]]        [[True, True, True]]
+    a pair          [1, 15, 4]     [[7, 2], [9, 2]]   [[True, True], [True, True]]
+
+A row that can't be trained on as given is an error, or is counted and left out. Where the records
+are memory-mapped, so are the examples.
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +25,7 @@ from datasets.table import InMemoryTable
 from . import columns, examples
 from .accounting import NOTES, Accounting, combine, summarize
 from .chat import Encoder
-from .columns import BadRow, Message, read_number, read_row
+from .columns import BadRow, Message, ParsedRow, read_number, read_row
 from .examples import EncodedExample, Example, Tokenization, TrainOn
 from .images import IMAGE_FEATURE, ImageReader, ImageRef, stamp_of
 from .mixture import load_data
@@ -38,12 +41,47 @@ if TYPE_CHECKING:
 
 
 Parts: TypeAlias = Records | Sequence[Records] | Data  # each part is encoded by its own layout
+Feature: TypeAlias = Value | List
 
-COLUMNS = {
+
+class EncodeRow(Protocol):
+    """One of `examples`, with its options bound: makes examples of a row."""
+
+    def __call__(
+        self, row: ParsedRow, encoder: Encoder, *, limit: Tokenization
+    ) -> EncodedExample | list[EncodedExample]: ...
+
+
+COLUMNS: dict[str, Feature] = {
     "prompt": List(Value("int32")),
     "completions": List(List(Value("int32"))),
     "trained": List(List(Value("bool"))),
 }
+
+
+@dataclass(frozen=True)
+class _RowOptions:
+    """How the rows of one part become examples; the fingerprint of the cache has all of it.
+
+    Attributes:
+        encode: an `EncodeRow` with its options.
+        layout: the columns that hold prompt and completions.
+        required: columns that must hold a number.
+        written: columns of text that may write a number.
+        image_folder: where relative paths of images begin; None for a model that sees none.
+        structures: the features of columns whose structs Arrow has filled with nulls.
+        annotation: the column for what a row is labeled with, or "".
+    """
+
+    encode: "partial[EncodedExample | list[EncodedExample]]"
+    layout: tuple[str, ...]
+    on_bad_row: str
+    required: Sequence[str]
+    written: Sequence[str]
+    system_prompt: str
+    image_folder: str | None
+    structures: Mapping[str, object]
+    annotation: str
 
 
 DEFAULT = Tokenization()
@@ -56,7 +94,7 @@ def encode_supervised(
     *,
     train_on: TrainOn = "auto",
 ) -> tuple[Dataset, Accounting]:
-    """Demonstrations as examples with one completion each.
+    """Encode demonstrations, as examples with one completion each.
 
     Args:
         records: in a layout of `columns.SUPERVISED`; or several parts, see `mixture.load_data`.
@@ -74,13 +112,8 @@ def encode_supervised(
     """
     if train_on not in ("auto", "assistant", "completion", "all"):
         raise ValueError(f"train_on: wanted auto, assistant, completion or all, got {train_on!r}")
-    return _encode(
-        records,
-        tokenizer,
-        options,
-        columns.SUPERVISED,
-        partial(examples.demonstration, train_on=train_on),
-    )
+    encode = partial(examples.demonstration, train_on=train_on)
+    return _encode(records, tokenizer, options, columns.SUPERVISED, encode)
 
 
 def encode_preference(
@@ -90,7 +123,7 @@ def encode_preference(
     *,
     numeric_columns: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
-    """Preference pairs as examples with two completions each, the chosen one first.
+    """Encode preference pairs, as examples with two completions each, the chosen one first.
 
     ``numeric_columns``, such as a `margin`, must hold a finite number in every row, and become
     float64.
@@ -103,52 +136,37 @@ def encode_preference(
 def encode_unpaired(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Completions labeled good or bad, as examples with one completion each and a bool column
-    `desirable`.
+    """Encode completions labeled good or bad, each an example with a bool column `desirable`.
 
     A preference pair is two such examples, the chosen completion and then the rejected one.
     """
-    return _encode(
-        records,
-        tokenizer,
-        options,
-        columns.UNPAIRED,
-        examples.unpaired,
-        {"desirable": Value("bool")},
-    )
+    made = ("desirable", Value("bool"))
+    return _encode(records, tokenizer, options, columns.UNPAIRED, examples.unpaired, made)
 
 
 def encode_scores(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Completions with a score, as examples with one completion each and a float64 column
-    `score`.
-    """
-    return _encode(
-        records, tokenizer, options, columns.SCORES, examples.completed, {"score": Value("float64")}
-    )
+    """Encode rated completions, as examples with one completion each and a float64 `score`."""
+    made = ("score", Value("float64"))
+    return _encode(records, tokenizer, options, columns.SCORES, examples.completed, made)
 
 
 def encode_ranking(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Ranked completions of one prompt as one example, with a column `rank` of their places: 0
-    best, no ties.
+    """Encode ranked completions of one prompt as one example.
+
+    A column `rank` holds their places: 0 best, no ties.
     """
-    return _encode(
-        records,
-        tokenizer,
-        options,
-        columns.RANKING,
-        examples.completed,
-        {"rank": List(Value("int64"))},
-    )
+    made = ("rank", List(Value("int64")))
+    return _encode(records, tokenizer, options, columns.RANKING, examples.completed, made)
 
 
 def encode_prompts(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Prompts that the policy will complete, as examples without completions.
+    """Encode prompts that the policy will complete, as examples without completions.
 
     An int64 column `row` says where each prompt is in the records, whose other columns are for
     rewards.
@@ -160,21 +178,26 @@ def encode_prompts(
 def encode_rows(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:
-    """Rows that an environment makes prompts of: like `encode_prompts` if all of them have a column
-    `prompt`; otherwise with empty prompts, and nothing of a row is checked."""
+    """Encode rows of which an environment makes prompts.
+
+    If all of them have a column `prompt`, this is `encode_prompts`. Otherwise their prompts are
+    empty, and nothing of a row is checked.
+    """
     parts, _ = load_data(records)
     if all("prompt" in part.dataset.column_names for part in parts):
         return encode_prompts(parts, tokenizer, options)
-    counts = [len(part.dataset) for part in parts]
-    empty: dict[str, list[Any]] = {name: [[]] * sum(counts) for name in COLUMNS}
-    data = Dataset.from_dict(
-        {**empty, "row": range(sum(counts))}, features=Features({**COLUMNS, "row": Value("int64")})
-    )
-    accounts = [
-        Accounting(part.source, read=count, kept=count, examples=count, truncated=0)
-        for part, count in zip(parts, counts, strict=True)
-    ]
-    return data, accounts[0] if len(accounts) == 1 else combine(accounts)
+    accounts = []
+    for part in parts:
+        count = len(part.dataset)
+        accounts.append(
+            Accounting(part.source, read=count, kept=count, examples=count, truncated=0)
+        )
+    total = sum(account.read for account in accounts)
+    rows: dict[str, Sequence[object]] = {name: [[]] * total for name in COLUMNS}
+    rows["row"] = range(total)
+    data = Dataset.from_dict(rows, features=Features({**COLUMNS, "row": Value("int64")}))
+    accounting = accounts[0] if len(accounts) == 1 else combine(accounts)
+    return data, accounting
 
 
 def encode_stepwise(
@@ -185,7 +208,7 @@ def encode_stepwise(
     separator: str = "\n",
     train_on_last_step_only: bool = False,
 ) -> tuple[Dataset, Accounting]:
-    """Solutions labeled step by step, as examples with one completion each.
+    """Encode solutions labeled step by step, as examples with one completion each.
 
         completion = step 1 + separator + step 2 + separator + ...
 
@@ -201,9 +224,8 @@ def encode_stepwise(
     encode = partial(
         examples.stepwise, separator=separator, train_on_last_step_only=train_on_last_step_only
     )
-    return _encode(
-        records, tokenizer, options, columns.STEPWISE, encode, {"label": List(Value("float64"))}
-    )
+    made = ("label", List(Value("float64")))
+    return _encode(records, tokenizer, options, columns.STEPWISE, encode, made)
 
 
 def step_example(
@@ -213,8 +235,7 @@ def step_example(
     *,
     separator: str = "\n",
 ) -> Example:
-    """One solution as `encode_stepwise` sees it, to be scored: ``trained`` is true where each
-    step's score is read.
+    """Encode one solution to be scored: ``trained`` is true where each step's score is read.
 
     Raises:
         DataError: if there is no step, or a step is empty or no text.
@@ -255,21 +276,32 @@ def _encode(
     tokenizer: "Tokenizer",
     options: Tokenization,
     layouts: Sequence[tuple[str, ...]],
-    *args: Any,
-    **kwargs: Any,
+    encode: EncodeRow,
+    made: tuple[str, Feature] | None = None,
+    *,
+    required: Sequence[str] = (),
 ) -> tuple[Dataset, Accounting]:
-    """Encode each part by its own layout, and concatenate them."""
+    """Encode each part by its own layout, and concatenate them.
+
+    Args:
+        encode: makes examples of a row.
+        made: a further column that it makes, of the annotation, and its type.
+        required: columns of the records that must hold a number in every row.
+    """
     parts, _ = load_data(records)
-    # of the rows, one part after another
-    starts = accumulate((len(part.dataset) for part in parts[:-1]), initial=0)
-    encoded = [
-        _encode_part(part, tokenizer, options, layouts, start, *args, **kwargs)
-        for part, start in zip(parts, starts, strict=True)
-    ]
-    if len(encoded) == 1:
-        return encoded[0]
-    tables = _with_same_columns([data for data, _ in encoded])
-    return concatenate_datasets(tables), combine([accounting for _, accounting in encoded])
+    tables = []
+    accounts = []
+    start = 0  # of a part's rows among all, one part after another
+    for part in parts:
+        encoded, accounting = _encode_part(
+            part, tokenizer, options, layouts, start, encode, made, required
+        )
+        tables.append(encoded)
+        accounts.append(accounting)
+        start += len(part.dataset)
+    if len(parts) == 1:
+        return tables[0], accounts[0]
+    return concatenate_datasets(_with_same_columns(tables)), combine(accounts)
 
 
 def _with_same_columns(tables: Sequence[Dataset]) -> list[Dataset]:
@@ -291,55 +323,55 @@ def _encode_part(
     options: Tokenization,
     layouts: Sequence[tuple[str, ...]],
     start: int,
-    encode: Callable[..., EncodedExample | list[EncodedExample]],
-    annotation: Mapping[str, Value | List] | None = None,
-    required: Sequence[str] = (),
+    encode: EncodeRow,
+    made: tuple[str, Feature] | None,
+    required: Sequence[str],
 ) -> tuple[Dataset, Accounting]:
-    """Encode every row with ``encode(row, encoder, limit=...)``; ``annotation`` is a further column
-    that it makes.
-    """
+    """Encode every row of a part, count the rows, and leave the bad ones out; see `_encode`."""
     source = records.dataset
     encoder = _encoder(tokenizer, options)
     layout = _layout_of(records, layouts, sees_images=encoder.images is not None)
     prompts_only = layouts == columns.PROMPTS
-    made = {**COLUMNS, **(annotation or {}), **NOTES}
+    annotation = dict([made] if made else [])
+    schema: dict[str, Feature] = {**COLUMNS, **annotation, **NOTES}
     if encoder.images is not None:
-        made["images"] = IMAGE_FEATURE
-    numeric = {} if prompts_only else _numeric_columns(records, layout, required, made)
-    features = Features({**numeric, **made})
+        schema["images"] = IMAGE_FEATURE
+    numeric: dict[str, Value] = {}
+    if not prompts_only:
+        numeric = _numeric_columns(records, layout, required, schema)
+    features = Features({**numeric, **schema})
     truncation = options.truncation or ("error" if prompts_only else "keep_start")
+    # without what changes no token, as the fingerprint of the cache has the limit in it
     limit = replace(options, truncation=truncation, processes=None, chat_template=None)
     options_of_row = {*columns.OPTION_COLUMNS, *columns.IMAGE_COLUMNS}
     structures = _features_of(source, {*layout, *options_of_row})
-    settings = {
-        "encode": partial(encode, limit=limit),
-        "layout": layout,
-        "on_bad_row": options.on_bad_row,
-        "required": required,
-        "written": [
-            name for name in numeric if name not in required and is_text(source.features[name])
-        ],
-        "system_prompt": records.system_prompt,
-        "image_folder": None if encoder.images is None else records.folder,
-        "structures": structures,
-        "annotation": next(iter(annotation or ()), ""),
-    }
+    texts = [name for name in numeric if is_text(source.features[name])]
+    of_rows = _RowOptions(
+        encode=partial(encode, limit=limit),
+        layout=layout,
+        on_bad_row=options.on_bad_row,
+        required=required,
+        written=[name for name in texts if name not in required],
+        system_prompt=records.system_prompt,
+        image_folder=None if encoder.images is None else records.folder,
+        structures=structures,
+        annotation=next(iter(annotation), ""),
+    )
     try:
-        encoded = _encode_table(records, options, encoder, features, settings)
+        encoded = _encode_table(records, options, encoder, features, of_rows)
     except BadRow as bad:
         assert bad.row is not None
-        skip = (
-            ""
-            if bad.kind == "setting"
-            else "; --on_bad_row skip leaves such rows out, and counts them"
-        )
-        raise DataError(f"{records.where(bad.row)}: {bad.problem}{skip}") from None
+        problem = f"{records.where(bad.row)}: {bad.problem}"
+        if bad.kind != "setting":
+            problem += "; --on_bad_row skip leaves such rows out, and counts them"
+        raise DataError(problem) from None
 
-    # others of prompts are for rewards
-    read = set(source.column_names) if prompts_only else {*structures, *numeric}
+    read = {*structures, *numeric}
+    if prompts_only:
+        read |= set(source.column_names)  # rewards and environments read the others
     unused = [name for name in source.column_names if name not in read]
     unused += columns.unused_options(source.features, layout, encoder.uses)
-    labeled = "desirable" in (annotation or {})
+    labeled = "desirable" in annotation
     kept, accounting = summarize(
         encoded, records, labeled=labeled, max_length=options.max_length, unused=unused
     )
@@ -348,7 +380,8 @@ def _encode_part(
     encoded = _numbered_from(start, encoded)
     if len(kept) < len(encoded):
         encoded = encoded.select(kept)
-    return encoded.remove_columns([name for name in NOTES if name != "_row"]), accounting
+    notes_read = [name for name in NOTES if name != "_row"]
+    return encoded.remove_columns(notes_read), accounting
 
 
 def _layout_of(
@@ -362,17 +395,15 @@ def _layout_of(
 
 
 def _numbered_from(start: int, encoded: Dataset) -> Dataset:
-    """The examples of a part with their rows counted through all parts, of which it begins at
-    ``start``.
-    """
+    """Count the rows of a part's examples through all parts, in which it begins at ``start``."""
     if not start:
         return encoded
     rows = encoded.data.column("_row").to_numpy() + start
     return encoded.remove_columns("_row").add_column("_row", rows)
 
 
-def _features_of(source: Dataset, names: Collection[str]) -> dict[str, Any]:
-    """The features of some columns, in the order of the dataset."""
+def _features_of(source: Dataset, names: Collection[str]) -> dict[str, object]:
+    """The features of some columns, in the order of the dataset; a dict is a struct's feature."""
     return {name: kind for name, kind in source.features.items() if name in names}
 
 
@@ -381,17 +412,13 @@ def _encode_table(
     options: Tokenization,
     encoder: Encoder,
     features: Features,
-    settings: Mapping[str, Any],
+    of_rows: _RowOptions,
 ) -> Dataset:
-    """Encode all rows; cached, if asked for, by a fingerprint of everything that the result depends
-    on.
-
-    Args:
-        settings: arguments of `_encode_rows`, the encoder and the schema beside them.
-    """
+    """Encode all rows; cached, if asked for, by a fingerprint of what the result depends on."""
     source = records.dataset
-    arguments: dict[str, Any] = {**settings, "encoder": encoder, "schema": features.arrow_schema}
+    schema = features.arrow_schema
     if options.cached:
+        arguments = {"options": of_rows, "encoder": encoder, "schema": schema}
         encode = partial(
             source.map,
             _encode_rows,
@@ -403,11 +430,13 @@ def _encode_table(
             num_proc=options.processes,
             desc=f"Tokenizing {records.source}",
         )
-        encoded = encode(new_fingerprint=_fingerprint(source, encoder, settings))
+        # `map` would hash the arguments itself, the tokenizer's state too, which use changes.
+        encoded = encode(new_fingerprint=_fingerprint(source, encoder, of_rows))
         if _images_changed(encoded):  # since they were encoded, and cached, by an earlier run
             encoded = encode(new_fingerprint=generate_random_fingerprint())
         return encoded
-    table = InMemoryTable(_encode_rows(source[:], list(range(len(source))), **arguments))
+    indices = list(range(len(source)))
+    table = InMemoryTable(_encode_rows(source[:], indices, of_rows, encoder, schema))
     # `Dataset.from_dict` would fingerprint the table: longer than a small one takes, and nothing
     # reads it.
     fingerprint = generate_random_fingerprint()
@@ -430,68 +459,62 @@ def _images_changed(encoded: Dataset) -> bool:
 
 
 def _encode_rows(
-    rows: Mapping[str, list[Any]],
+    rows: Mapping[str, list[object]],
     indices: list[int],
-    *,
-    encode: Callable[..., EncodedExample | list[EncodedExample]],
+    options: _RowOptions,
     encoder: Encoder,
-    layout: tuple[str, ...],
-    on_bad_row: str,
-    required: Sequence[str],
-    written: Sequence[str],
-    system_prompt: str,
-    image_folder: str | None,
-    structures: Mapping[str, Any],
-    annotation: str,
     schema: pa.Schema,
 ) -> pa.Table:
-    out: dict[str, list[Any]] = {name: [] for name in schema.names}
+    """Encode a batch of rows, given by columns, into a table with the columns of the schema.
+
+    Raises:
+        BadRow: with the row's index, unless ``on_bad_row`` is "skip"; of the kind "setting", if
+            every row would fail as this one does.
+    """
+    out: dict[str, list[object]] = {name: [] for name in schema.names}
     for position, index in enumerate(indices):
         record = {name: column[position] for name, column in rows.items()}
-        record |= {
-            name: columns.without_invented(record[name], kind) for name, kind in structures.items()
-        }
-        kind: str | None = None
-        problem: str | None = None
-        special = False
-        keeps_system = False
+        for name, kind in options.structures.items():
+            record[name] = columns.without_invented(record[name], kind)
+        notes: dict[str, object] = dict.fromkeys(NOTES)
+        notes |= {"_special": False, "_keeps_system": False, "_row": index}
         encoded = [EncodedExample(Example([], [], []))]  # of a row that is left out
         try:
-            record |= {name: read_number(record[name], name) for name in required}
-            record |= {name: columns.number_of_text(record[name]) for name in written}
-            row = read_row(record, layout, system_prompt, image_folder)
-            made_of_row = encode(row, encoder)
+            for name in options.required:
+                record[name] = read_number(record[name], name)
+            for name in options.written:
+                record[name] = columns.number_of_text(record[name])
+            row = read_row(record, options.layout, options.system_prompt, options.image_folder)
+            made_of_row = options.encode(row, encoder)
             encoded = made_of_row if isinstance(made_of_row, list) else [made_of_row]
-            special = encoder.names_special_token(row)
-            keeps_system = row.keeps_system
+            notes["_special"] = encoder.names_special_token(row)
+            notes["_keeps_system"] = row.keeps_system
         except BadRow as bad:
-            if on_bad_row == "error":
+            if options.on_bad_row == "error":
                 raise BadRow(bad.kind, bad.problem, index) from None
-            kind = bad.kind
-            problem = bad.problem
-            record = {}
+            notes["_kind"] = bad.kind
+            notes["_problem"] = bad.problem
+            record = {}  # its numbers may be of another type than the schema's
         except ValueError as error:  # not the fault of this row: the others would fail as well
             raise BadRow("setting", str(error), index) from error
         for one in encoded:
-            notes = (
-                kind,
-                problem,
-                one.truncated,
-                one.shortened,
-                special,
-                keeps_system,
-                one.digests,
-                one.ends,
-                index,
-            )
-            values = record | {annotation: one.annotation} | dict(zip(NOTES, notes, strict=True))
-            values |= _arrays(one.example)
+            notes["_truncated"] = one.truncated
+            notes["_shortened"] = one.shortened
+            notes["_digests"] = one.digests
+            notes["_ends"] = one.ends
+            # The last of one name wins: a column of the records may be called `prompt` too.
+            values = {
+                **record,
+                options.annotation: one.annotation,
+                **notes,
+                **_arrays(one.example),
+            }
             for name, column in out.items():
                 column.append(values.get(name))
     return pa.table(out, schema)
 
 
-def _arrays(example: Example) -> dict[str, Any]:
+def _arrays(example: Example) -> dict[str, object]:
     """The columns of an example as arrays: lists of a batch of long rows would take gigabytes."""
     return {
         "prompt": np.array(example.prompt, np.int32),
@@ -505,10 +528,11 @@ def _numeric_columns(
     records: Records,
     layout: tuple[str, ...],
     required: Sequence[str],
-    made: Mapping[str, Value | List],
+    made: Mapping[str, Feature],
 ) -> dict[str, Value]:
-    """The columns of numbers that examples keep: numeric ones, the required ones, and, of a CSV,
-    numbers in texts.
+    """The columns of numbers that examples keep, and their types.
+
+    They are the numeric columns, the required ones, and of a CSV texts that write numbers.
 
     Raises:
         DataError: if a required column is missing, or a column has the name of one that is
@@ -529,21 +553,20 @@ def _numeric_columns(
             numeric[name] = Value("float64")
     for name in required:
         if name not in types:
-            raise DataError(
-                f"{records.source}: wanted a column '{name}', found ({', '.join(types)}); add or rename it"
-            )
+            found = f"wanted a column '{name}', found ({', '.join(types)})"
+            raise DataError(f"{records.source}: {found}; add or rename it")
         numeric[name] = Value("float64")
     for name in numeric:
         if name in made:
-            raise DataError(
-                f"{records.source}: examples have a column '{name}' of their own; rename yours"
-            )
+            problem = f"examples have a column '{name}' of their own"
+            raise DataError(f"{records.source}: {problem}; rename yours")
     return numeric
 
 
 def _writes_numbers(dataset: Dataset, name: str) -> bool:
-    """True if a column of text writes a number, true or false in every row that is not empty, and
-    in at least one.
+    """True if each text of a column that is not empty writes a number, true or false.
+
+    A column without any text writes none.
     """
     found = False
     for rows in dataset.select_columns([name]).iter(1000):
@@ -558,23 +581,30 @@ def _writes_numbers(dataset: Dataset, name: str) -> bool:
 _DECISIVE = ("chat", "columns", "encode", "examples", "images", "turns")
 
 
-def _fingerprint(source: Dataset, encoder: Encoder, settings: Mapping[str, Any]) -> str:
-    """Fingerprint of everything that the result depends on, code included; a new one for a
-    tokenizer in pure Python.
+def _fingerprint(source: Dataset, encoder: Encoder, options: _RowOptions) -> str:
+    """Fingerprint of everything that the result depends on, code and versions included.
+
+    A tokenizer in pure Python can't be written down whole, so it gets a new one each time.
     """
-    backend = getattr(encoder.tokenizer, "backend_tokenizer", None)
+    tokenizer = encoder.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return str(generate_random_fingerprint())
+    folder = Path(__file__).parent
+    code = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in _DECISIVE]
+    encode = options.encode
+    others = [field.name for field in fields(options) if field.name != "encode"]
     parts = (
         source._fingerprint,
         backend.to_str(),
-        type(encoder.tokenizer).__qualname__,
-        sorted(encoder.tokenizer.special_tokens_map.items()),
-        encoder.chat_template or encoder.tokenizer.chat_template,
-        settings["encode"].func.__qualname__,
-        sorted(settings["encode"].keywords.items()),
-        sorted((name, value) for name, value in settings.items() if name != "encode"),
-        [Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8") for name in _DECISIVE],
+        type(tokenizer).__qualname__,
+        sorted(tokenizer.special_tokens_map.items()),
+        encoder.chat_template or tokenizer.chat_template,
+        # The repr of a function has its address, which is another one in each process.
+        encode.func.__qualname__,
+        sorted(encode.keywords.items()),
+        [(name, getattr(options, name)) for name in others],
+        code,
         version("transformers"),
         version("tokenizers"),
         "" if encoder.images is None else str(encoder.images.processor),

@@ -83,7 +83,7 @@ IMAGE_FEATURE = List(
 )
 
 
-def reference(value: Any) -> ImageRef:
+def reference(value: object) -> ImageRef:
     """A reference of what a row holds of an image.
 
     Args:
@@ -231,7 +231,7 @@ class ImageReader:
         self.other_tokens = self._other_tokens()
         self.read([self.blank])  # refuses a processor that makes nothing of an image
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ImageReader":
+    def __deepcopy__(self, memo: dict[int, object]) -> "ImageReader":
         return self  # a copied model shares its processor, and what was read
 
     @property
@@ -321,7 +321,7 @@ def undecoded(features: Features) -> Features:
     return Features({name: _undecoded(kind) for name, kind in features.items()})
 
 
-def _undecoded(kind: Any) -> Any:
+def _undecoded(kind: object) -> object:
     if isinstance(kind, Image):
         return Image(decode=False)
     if isinstance(kind, dict):

@@ -1,8 +1,9 @@
 """Data by name: parts of datasets, their columns and weights, and held-out rows.
 
-    data: HuggingFaceH4/ultrachat_200k#train_sft                     path:config@revision#split
+    data: HuggingFaceH4/ultrachat_200k#train_sft            path:config@revision#split
     data: {path: openai/gsm8k, name: main, columns: {question: prompt, answer: completion}}
-    data: [{path: a.jsonl, weight: 0.5}, {path: b.parquet, weight: 2}]      or in short, {a.jsonl: 0.5, b.parquet: 2}
+    data: [{path: a.jsonl, weight: 0.5}, {path: b.parquet, weight: 2}]
+    data: {a.jsonl: 0.5, b.parquet: 2}                      the same in short
 
 An epoch takes ``weight`` times the rows of a part: 0.5 takes half of them, drawn by the seed, 2
 each twice. So a mixture has a length, its account says the rows of each part, and which of them
@@ -11,9 +12,9 @@ make up a step depends on nothing but the step. Each part is encoded by its own 
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -25,6 +26,9 @@ from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
 from .records import Data, DataError, Records, is_text, load, parse_name
 
 log = logging.getLogger(__name__)
+
+# Data by name, as YAML gives them, or the rows themselves: what parts are made of.
+Named: TypeAlias = Data | Records | Mapping[str, object] | Sequence[object]
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,11 @@ class Part:
             long as every part has rows for.
     """
 
-    path: Any
+    path: Data | Records
     name: str | None = None
     split: str | None = None
     revision: str | None = None
-    data_files: Any = None
+    data_files: str | Sequence[str] | Mapping[str, str | Sequence[str]] | None = None
     data_dir: str | None = None
     columns: Sequence[str] | Mapping[str, str] | None = None
     system_prompt: str | None = None
@@ -61,13 +65,15 @@ class Part:
         """All rows, under the requested names of columns."""
         return self.reshaped(self.read())
 
-    def read(self, **options: Any) -> Records:
+    def read(self, *, streaming: bool = False) -> Records:
         """All rows as they are stored; see `reshaped`."""
-        options |= {
-            name: getattr(self, name)
-            for name in ("name", "split", "revision", "data_files", "data_dir")
-        }
-        given = {name: value for name, value in options.items() if value is not None}
+        given: dict[str, Any] = {}  # None is not given: `load` has defaults of its own
+        for name in ("name", "split", "revision", "data_files", "data_dir"):
+            value = getattr(self, name)
+            if value is not None:
+                given[name] = value
+        if streaming:
+            given["streaming"] = True
         records = load(self.path, **given)
         if isinstance(self.path, str) and self.split:
             return replace(records, source=f"{records.source}#{self.split}")
@@ -81,9 +87,8 @@ class Part:
         for name in self.columns or ():
             if name not in dataset.column_names:
                 there = ", ".join(dataset.column_names)
-                raise DataError(
-                    f"{records.source}: columns: there is no {name!r}; there are {there}"
-                )
+                problem = f"columns: there is no {name!r}; there are {there}"
+                raise DataError(f"{records.source}: {problem}")
         if isinstance(self.columns, Mapping):
             dataset = _renamed(dataset, self.columns)
         elif self.columns is not None:
@@ -94,21 +99,24 @@ class Part:
 
 
 def _with_inner(dataset: Dataset, name: str) -> Dataset:
-    """The dataset with a column of a struct, such as reward_model.ground_truth, beside the struct
-    itself.
-    """
+    """Add an inner column of a struct, such as reward_model.ground_truth, beside the struct."""
     outer = name.partition(".")[0]
     if name in dataset.column_names or outer not in dataset.column_names:
         return dataset
-    inner = dataset.select_columns([outer]).flatten()
-    inner = inner.select_columns([name] if name in inner.column_names else [])
-    return datasets.concatenate_datasets([dataset, inner], axis=1)
+    inner = dataset.select_columns([outer]).flatten()  # names its columns with dots, as we do
+    if name not in inner.column_names:
+        return dataset
+    return datasets.concatenate_datasets([dataset, inner.select_columns([name])], axis=1)
 
 
 def load_data(
-    data: Any, eval_data: Any = None, *, seed: int = 0, streaming: bool = False
+    data: Named,
+    eval_data: Named | float | None = None,
+    *,
+    seed: int = 0,
+    streaming: bool = False,
 ) -> tuple[list[Records], list[Records]]:
-    """The rows to train on, and the held-out rows, by their parts.
+    """Read the rows to train on, and the held-out rows, by their parts.
 
     Args:
         data: text, a mapping with the fields of `Part`, a list of them, a mapping of paths to
@@ -122,24 +130,30 @@ def load_data(
         DataError: if a part can't be read, lacks a column, or no row of it is left.
     """
     parts = named_parts(data)
-    if streaming and isinstance(eval_data, int | float):
-        raise DataError(
-            "eval_data: rows can't be held out of data that are streamed; name others, or another split"
-        )
     if isinstance(eval_data, int | float):
+        if streaming:
+            problem = "rows can't be held out of data that are streamed"
+            raise DataError(f"eval_data: {problem}; name others, or another split")
         return _hold_out(_weighted(parts, seed), eval_data, seed)
-    if isinstance(eval_data, str) and eval_data.startswith("#"):
-        eval_data = {"split": eval_data[1:]}
-    if isinstance(eval_data, Mapping) and eval_data and eval_data.keys() <= {*_FIELDS} - {"path"}:
-        held_out = [
-            replace(part, **{"weight": 1.0, "fraction": None, **eval_data}) for part in parts
-        ]
-    else:
-        held_out = [] if eval_data is None else named_parts(eval_data)
+    held_out = _held_out_parts(parts, eval_data)
     train = [] if streaming else _weighted(parts, seed)
     rest = _weighted(held_out, seed)
     _warn_of_shared(train, rest)
     return train, rest
+
+
+def _held_out_parts(parts: list[Part], eval_data: Named | None) -> list[Part]:
+    """The parts that ``eval_data`` names: of its own, or those of the data with other fields."""
+    if eval_data is None:
+        return []
+    if isinstance(eval_data, str) and eval_data.startswith("#"):
+        eval_data = {"split": eval_data[1:]}
+    others = set(_FIELDS) - {"path"}
+    if isinstance(eval_data, Mapping) and eval_data and eval_data.keys() <= others:
+        # each row is measured once, whatever its weight in the training
+        changes: dict[str, Any] = {"weight": 1.0, "fraction": None, **eval_data}
+        return [replace(part, **changes) for part in parts]
+    return named_parts(eval_data)
 
 
 def _warn_of_shared(train: Sequence[Records], held_out: Sequence[Records]) -> None:
@@ -150,9 +164,8 @@ def _warn_of_shared(train: Sequence[Records], held_out: Sequence[Records]) -> No
     measured = np.concatenate([_hashes(part.dataset, 0) for part in held_out])
     shared = int(np.isin(measured, trained).sum())
     if shared:
-        log.warning(
-            "eval_data: %d of its %d rows are also trained on; name others", shared, len(measured)
-        )
+        message = "eval_data: %d of its %d rows are also trained on; name others"
+        log.warning(message, shared, len(measured))
 
 
 def concatenated(parts: Sequence[Records]) -> Dataset:
@@ -162,15 +175,13 @@ def concatenated(parts: Sequence[Records]) -> Dataset:
         DataError: if a column is text in one part and messages in another, or of other types that
             don't agree.
     """
+    tables = [part.dataset for part in parts]
     try:
-        return datasets.concatenate_datasets(
-            [part.dataset for part in parts] or [Dataset.from_dict({})]
-        )
+        return datasets.concatenate_datasets(tables or [Dataset.from_dict({})])
     except ValueError as error:
         sources = ", ".join(part.source for part in parts)
-        raise DataError(
-            f"{sources}: the columns of these parts don't fit into one table: {error}"
-        ) from error
+        problem = f"the columns of these parts don't fit into one table: {error}"
+        raise DataError(f"{sources}: {problem}") from error
 
 
 def where(parts: Sequence[Records], row: int) -> str:
@@ -185,15 +196,11 @@ def where(parts: Sequence[Records], row: int) -> str:
 _FIELDS = [field.name for field in fields(Part)]
 
 
-def named_parts(data: Data | Mapping[str, Any]) -> list[Part]:
+def named_parts(data: Named) -> list[Part]:
     """The parts that `data` names, not read yet."""
     if isinstance(data, list | tuple) and data and all(map(_names_part, data)):
         return [_part(part) for part in data]
-    if (
-        isinstance(data, Mapping)
-        and data
-        and all(isinstance(weight, int | float) for weight in data.values())
-    ):
+    if isinstance(data, Mapping) and _are_weights(data.values()):
         return [_part({"path": path, "weight": weight}) for path, weight in data.items()]
     return [_part(data)]
 
@@ -203,16 +210,22 @@ def _names_part(entry: Any) -> bool:
     return isinstance(entry, str | Records) or "path" in entry
 
 
-def _part(data: Any) -> Part:
-    of_splits = isinstance(data, DatasetDict | IterableDatasetDict)
-    given = {**data} if isinstance(data, Mapping) and not of_splits else {"path": data}
+def _are_weights(values: Collection[object]) -> bool:
+    """True for numbers, of which there is one at least."""
+    return bool(values) and all(isinstance(value, int | float) for value in values)
+
+
+def _part(data: object) -> Part:
+    given: dict[str, Any] = {"path": data}
+    # the splits of a dataset are a dict, too
+    if isinstance(data, Mapping) and not isinstance(data, DatasetDict | IterableDatasetDict):
+        given = dict(data)
     for name in given:
         if name not in _FIELDS:
             raise DataError(f"data: a part has no {name!r}; it has {', '.join(_FIELDS)}")
     if "path" not in given:
-        raise DataError(
-            "data: a part has no 'path', which is a file, a directory, or the name of a dataset on the Hub"
-        )
+        wanted = "which is a file, a directory, or the name of a dataset on the Hub"
+        raise DataError(f"data: a part has no 'path', {wanted}")
     if isinstance(given["path"], str):
         given |= parse_name(given["path"])
     part = Part(**given)
@@ -224,24 +237,19 @@ def _part(data: Any) -> Part:
 
 
 def _weighted(parts: Sequence[Part], seed: int) -> list[Records]:
+    """Read all parts, each of its rows as many times as its weight says."""
     loaded = [part.load() for part in parts]
     if not all(hasattr(records.dataset, "__len__") for records in loaded):
         wanted = "set streaming=True, and steps; eval_data is read at once: give it as rows, a file or a Dataset"
         raise DataError(f"data: an IterableDataset is read step by step; {wanted}")
-    sizes = [len(records.dataset) for records in loaded]
-    weights = [part.weight for part in parts]
-    fractions = [part.fraction for part in parts if part.fraction is not None]
-    if fractions:
-        if len(fractions) < len(parts):
-            raise DataError("data: fraction: give one to each part of a mixture, or to none")
-        total = min(size / fraction for size, fraction in zip(sizes, fractions, strict=True))
-        weights = [fraction * total / size for size, fraction in zip(sizes, fractions, strict=True)]
-    for number, (records, size, weight) in enumerate(zip(loaded, sizes, weights, strict=True)):
+    weights = _weights(parts, [len(records.dataset) for records in loaded])
+    for number, (records, weight) in enumerate(zip(loaded, weights, strict=True)):
+        size = len(records.dataset)
+        # 2.5 times 10 rows: all of them twice, and 5 of them once more
         times, rest = divmod(round(weight * size), size)
         if not times + rest:
-            raise DataError(
-                f"{records.source}: weight: {weight:g} of its {size:,} rows is none; raise it"
-            )
+            problem = f"weight: {weight:g} of its {size:,} rows is none; raise it"
+            raise DataError(f"{records.source}: {problem}")
         if (times, rest) != (1, 0):
             drawn = permutation(size, seed, number, 1)[:rest]
             every = np.tile(np.arange(size), times)
@@ -249,20 +257,37 @@ def _weighted(parts: Sequence[Part], seed: int) -> list[Records]:
     return loaded
 
 
+def _weights(parts: Sequence[Part], sizes: Sequence[int]) -> list[float]:
+    """The weight of each part; where they have fractions, the largest that rows suffice for."""
+    fractions = [part.fraction for part in parts if part.fraction is not None]
+    if not fractions:
+        return [part.weight for part in parts]
+    if len(fractions) < len(parts):
+        raise DataError("data: fraction: give one to each part of a mixture, or to none")
+    # The part whose rows are used up first decides how long the mixture is.
+    total = min(size / fraction for size, fraction in zip(sizes, fractions, strict=True))
+    return [fraction * total / size for size, fraction in zip(sizes, fractions, strict=True)]
+
+
 def _hold_out(
     parts: list[Records], amount: float, seed: int
 ) -> tuple[list[Records], list[Records]]:
-    """Hold out the rows with the lowest hashes of their texts."""
+    """Hold out the rows with the lowest hashes of their texts.
+
+    So rows that say the same are on one side, and a row keeps its side when others are added.
+    """
     keys = [_hashes(part.dataset, seed) for part in parts]
     every = np.sort(np.concatenate(keys))
     count = round(amount * len(every)) if amount < 1 else int(amount)
+    # where the limit is the highest hash, as of copies of one row, none would be left to train on
     if not 0 < count < len(every) or every[count - 1] == every[-1]:
         wanted = "wanted a share in (0, 1), or a number of rows that leaves others to train on"
         raise DataError(f"eval_data: {wanted}, got {amount} of {len(every):,} rows")
-    is_held_out = [key <= every[count - 1] for key in keys]
+    limit = every[count - 1]
     train = []
     rest = []
-    for part, held in zip(parts, is_held_out, strict=True):
+    for part, key in zip(parts, keys, strict=True):
+        held = key <= limit
         if not held.all():
             train.append(part.pick(np.flatnonzero(~held)))
         if held.any():
@@ -278,48 +303,50 @@ def _once(records: Records) -> Records:
 
 
 def _hashes(dataset: Dataset, seed: int) -> npt.NDArray[np.uint64]:
-    names = [
-        name for name in dataset.column_names if name in LAYOUT_COLUMNS
-    ] or dataset.column_names
-    hashes = [
-        hashlib.blake2b(repr((seed, values)).encode(errors="surrogatepass"), digest_size=8).digest()
-        # decoding costs most
-        for rows in dataset.select_columns(names).with_format("arrow").iter(1000)
-        for values in zip(*rows.to_pydict().values(), strict=True)
-    ]
-    return np.frombuffer(b"".join(hashes), dtype="<u8")
+    """A hash of what each row says, in the columns that recipes read; of all if it has none."""
+    names = [name for name in dataset.column_names if name in LAYOUT_COLUMNS]
+    read = dataset.select_columns(names or dataset.column_names)
+    hashes = bytearray()
+    # Arrow's own conversion: `datasets` decodes the features of each row, which takes longer
+    for rows in read.with_format("arrow").iter(1000):
+        for values in zip(*rows.to_pydict().values(), strict=True):
+            # half a pair of surrogates, which JSON may have, is no UTF-8
+            text = repr((seed, values)).encode(errors="surrogatepass")
+            hashes += hashlib.blake2b(text, digest_size=8).digest()
+    return np.frombuffer(bytes(hashes), dtype="<u8")
 
 
 def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:
-    """Give columns new names, which take the place of columns that have them; join columns with one
-    new name.
-    """
+    """Give columns new names; a column that had one before goes, several with one are joined."""
     sources: dict[str, list[str]] = {}
     for old, new in names.items():
         sources.setdefault(new, []).append(old)
-    dataset = dataset.remove_columns(
-        [new for new in sources if new in dataset.column_names and new not in names]
-    )
+    replaced = [new for new in sources if new in dataset.column_names and new not in names]
+    dataset = dataset.remove_columns(replaced)
+    renamed = {}
     for new, several in sources.items():
         if len(several) > 1:
-            joined: dict[str, Any] = {"new": new, "several": several}
             dataset = dataset.map(
                 _joined,
                 batched=True,
-                fn_kwargs=joined,
+                fn_kwargs={"new": new, "several": several},
                 remove_columns=several,
                 desc=f"Joining {new}",
             )
-    renamed = {several[0]: new for new, several in sources.items() if len(several) == 1}
-    return dataset.rename_columns({old: new for old, new in renamed.items() if old != new})
+        elif several[0] != new:
+            renamed[several[0]] = new
+    # all at once, as two columns may exchange their names
+    return dataset.rename_columns(renamed)
 
 
 def _joined(
-    rows: Mapping[str, list[Any]], new: str, several: Sequence[str]
+    rows: Mapping[str, list[object]], new: str, several: Sequence[str]
 ) -> dict[str, list[str]]:
+    """A column of several, with an empty line between their texts; an empty text adds none."""
     joined = []
     for texts in zip(*(rows[name] for name in several), strict=True):
-        joined.append("\n\n".join(str(text) for text in texts if text))
+        written = [str(text) for text in texts if text]
+        joined.append("\n\n".join(written))
     return {new: joined}
 
 
@@ -328,48 +355,53 @@ def _conversational(dataset: Dataset, system_prompt: str, source: str) -> Datase
 
     `read_row` puts it before conversations that hold their prompts.
     """
-    roles = {"prompt": "user", "completion": ASSISTANT, "chosen": ASSISTANT, "rejected": ASSISTANT}
-    roles = {name: role for name, role in roles.items() if name in dataset.column_names}
-    is_plain = {name: is_text(dataset.features[name]) for name in roles}
-    has_conversations = not all(is_plain.values()) or {"messages", "conversations"} & {
-        *dataset.column_names
-    }
-    if "prompt" in roles and all(is_plain.values()):
-        as_messages: dict[str, Any] = {"roles": roles, "system_prompt": system_prompt}
-        dataset = dataset.map(
+    names = [name for name in _SPEAKERS if name in dataset.column_names]
+    plain = [name for name in names if is_text(dataset.features[name])]
+    are_plain = plain == names
+    holds_prompts = not {"messages", "conversations"}.isdisjoint(dataset.column_names)
+    if "prompt" in names and are_plain:
+        return dataset.map(
             _as_messages,
             batched=True,
-            fn_kwargs=as_messages,
-            remove_columns=list(roles),
+            fn_kwargs={"names": names, "system_prompt": system_prompt},
+            remove_columns=names,
             desc="Making conversations",
         )
-    elif "prompt" in roles and not is_plain["prompt"]:
-        begin: dict[str, Any] = {"system_prompt": system_prompt}
-        dataset = dataset.map(
+    if "prompt" in names and "prompt" not in plain:
+        return dataset.map(
             _begun,
             batched=True,
-            fn_kwargs=begin,
+            fn_kwargs={"system_prompt": system_prompt},
             features=dataset.features,
             desc="Adding the system prompt",
         )
-    elif not has_conversations:
+    if are_plain and not holds_prompts:
         wanted = "wanted conversations, or a column 'prompt' of plain text and plain completions beside it"
-        raise DataError(
-            f"{source}: system_prompt: {wanted}, found ({', '.join(dataset.column_names)})"
-        )
+        found = ", ".join(dataset.column_names)
+        raise DataError(f"{source}: system_prompt: {wanted}, found ({found})")
     return dataset
 
 
+# Who says the text of a column.
+_SPEAKERS = {
+    "prompt": "user",
+    "completion": ASSISTANT,
+    "chosen": ASSISTANT,
+    "rejected": ASSISTANT,
+}
+
+
 def _as_messages(
-    rows: Mapping[str, list[Any]], roles: Mapping[str, str], system_prompt: str
+    rows: Mapping[str, list[object]], names: Sequence[str], system_prompt: str
 ) -> dict[str, list[list[Message]]]:
-    """Plain texts as messages. A row with a `system_prompt` of its own gets that one, from
-    `read_row`.
+    """Make a message of each plain text, and begin prompts with the system message.
+
+    A row with a `system_prompt` of its own gets that one, from `read_row`.
     """
-    turns = {
-        name: [[{"role": role, "content": text}] for text in rows[name]]
-        for name, role in roles.items()
-    }
+    turns: dict[str, list[list[Message]]] = {}
+    for name in names:
+        role = _SPEAKERS[name]
+        turns[name] = [[{"role": role, "content": text}] for text in rows[name]]
     system: Message = {"role": "system", "content": system_prompt}
     of_rows = rows.get("system_prompt") or [None] * len(turns["prompt"])
     for of_row, turn in zip(of_rows, turns["prompt"], strict=True):
@@ -378,7 +410,7 @@ def _as_messages(
     return turns
 
 
-def _begun(rows: Mapping[str, list[Any]], system_prompt: str) -> dict[str, list[Any]]:
+def _begun(rows: Mapping[str, list[object]], system_prompt: str) -> dict[str, list[object]]:
     """Prompts that are conversations, with the system message where they and their rows have none.
 
     Rewards and environments see it too.
@@ -386,10 +418,19 @@ def _begun(rows: Mapping[str, list[Any]], system_prompt: str) -> dict[str, list[
     prompts = []
     of_rows = rows.get("system_prompt") or [None] * len(rows["prompt"])
     for of_row, prompt in zip(of_rows, rows["prompt"], strict=True):
-        is_conversation = isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping)
-        if system_prompt and not of_row and is_conversation:
-            role, content = ("role", "content") if prompt[0].get("role") else ("from", "value")
-            if prompt[0].get(role) not in ("system", "developer"):
-                prompt = [{role: "system", content: system_prompt}, *prompt]
+        if system_prompt and not of_row:
+            prompt = _begun_with(system_prompt, prompt)
         prompts.append(prompt)
     return {"prompt": prompts}
+
+
+def _begun_with(system_prompt: str, prompt: object) -> object:
+    """A conversation with this system message, unless it has one; any other value as it is."""
+    if not (isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping)):
+        return prompt
+    first = prompt[0]
+    # TRL's names, or else ShareGPT's
+    role, content = ("role", "content") if first.get("role") else ("from", "value")
+    if first.get(role) in ("system", "developer"):
+        return prompt
+    return [{role: "system", content: system_prompt}, *prompt]

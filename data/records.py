@@ -1,6 +1,4 @@
-"""Records: rows of named columns, from a file, a saved dataset, the Hub or memory, that know where
-they came from.
-"""
+"""Records: rows from a file, a saved dataset, the Hub or memory, that know where they came from."""
 
 import csv
 import json
@@ -11,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import datasets
 import fsspec
@@ -26,14 +24,20 @@ from .images import undecoded, with_text_for_pictures
 
 log = logging.getLogger(__name__)
 
-READERS = dict.fromkeys((".json", ".jsonl", ".ndjson"), "json") | dict.fromkeys(
-    (".csv", ".tsv"), "csv"
-)
-READERS |= {".parquet": "parquet", ".arrow": "arrow"}
-_DIAGNOSED = 64 << 20  # bytes of a file that are looked at for a mistake
+# The readers of `datasets`, by the ending of a file.
+READERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
 COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
+_DIAGNOSED = 64 << 20  # bytes of a file that are looked at for a mistake
 
-Data: TypeAlias = str | os.PathLike[str] | Dataset | DatasetDict | Sequence[Mapping[str, Any]]
+Data: TypeAlias = str | os.PathLike[str] | Dataset | DatasetDict | Sequence[Mapping[str, object]]
 
 
 class DataError(ValueError):
@@ -67,15 +71,18 @@ class Records:
     folder: str = ""
 
     def where(self, row: int) -> str:
-        """Name a row for a message: its line in a JSON Lines file, its number elsewhere; both count
-        from 1.
+        """Name a row for a message: by its line in a file of JSON lines, or else by its number.
+
+        Both count from 1.
         """
-        row = row if self.picked is None else int(self.picked[row])
+        if self.picked is not None:
+            row = int(self.picked[row])
         if self.lines is not None:
+            # The file is read again: lines may be empty, and only a message asks for their numbers.
             with _open(self.lines) as file:
-                numbers = np.fromiter(
-                    (number for number, line in enumerate(file, 1) if line.strip()), dtype=np.int64
-                )
+                filled = (number for number, line in enumerate(file, 1) if line.strip())
+                numbers = np.fromiter(filled, dtype=np.int64)
+            # else the file is one list, or has changed since
             if len(numbers) == (self.available or len(self.dataset)):
                 return f"{self.source} line {numbers[row]}"
         return f"{self.source} row {row + 1}"
@@ -110,31 +117,34 @@ def load(data: Data | Records, *, split: str = "train", **options: Any) -> Recor
     elif isinstance(data, Dataset | DatasetDict | IterableDatasetDict):
         records = Records(_split_of(data, split, "records"), "records")
     elif isinstance(data, str | os.PathLike):
-        options = {"split": split, **options, **parse_name(os.fspath(data))}
-        options = {key: value for key, value in options.items() if value is not None}
-        records = _from_path(source=os.fspath(data), **options)
+        named = {"split": split, **options, **parse_name(os.fspath(data))}
+        given = {key: value for key, value in named.items() if value is not None}
+        records = _from_path(source=os.fspath(data), **given)
     elif isinstance(data, list | tuple):
         records = Records(table(data), "records")
     else:
-        raise DataError(
-            f"load: wanted a path, a Hub name, a Dataset or a list of dicts, got {type(data).__name__}"
-        )
-    records = replace(records, untyped=records.dataset.info.builder_name == "csv")
-    records = replace(records, dataset=_with_images_as_files(records.dataset))
+        wanted = "wanted a path, a Hub name, a Dataset or a list of dicts"
+        raise DataError(f"load: {wanted}, got {type(data).__name__}")
+    reader = records.dataset.info.builder_name
+    records = replace(
+        records, untyped=reader == "csv", dataset=_with_images_as_files(records.dataset)
+    )
     if isinstance(records.dataset, IterableDataset):
         return records
     if len(records.dataset) == 0:
         raise DataError(f"{records.source}: no rows")
     if records.dataset.format["type"] == "custom":
-        raise DataError(
-            f"{records.source}: Dataset.with_transform changes rows as they are read; use Dataset.map instead"
-        )
-    if records.dataset.info.builder_name == "json":
+        problem = "Dataset.with_transform changes rows as they are read"
+        raise DataError(f"{records.source}: {problem}; use Dataset.map instead")
+    if reader == "json":
         _warn_of_changed(records)
+    # rows as Python's objects, whatever the caller's Dataset was formatted as (torch, numpy)
     return replace(records, dataset=records.dataset.with_format(None))
 
 
-def _with_images_as_files(dataset: Any) -> Any:
+def _with_images_as_files(
+    dataset: Dataset | IterableDataset,
+) -> Dataset | IterableDataset:
     """The dataset, or the stream, whose images are not decoded when rows are read."""
     features = dataset.features
     if features is None or undecoded(features) == features:
@@ -159,10 +169,11 @@ def _warn_of_changed(records: Records) -> None:
 
 
 def parse_name(text: str) -> dict[str, str]:
-    """The parts of ``path:config@revision#split`` that are there, by the names of
-    `datasets.load_dataset`.
+    """Take ``path:config@revision#split`` apart, by the names of `datasets.load_dataset`.
+
+    "openai/gsm8k:main#test" is {path: openai/gsm8k, name: main, split: test}.
     """
-    if Path(text).exists():
+    if Path(text).exists():  # a file whose name has such characters
         return {"path": text}
     path, _, split = text.partition("#")
     if split:
@@ -175,32 +186,36 @@ def parse_name(text: str) -> dict[str, str]:
     return {key: value for key, value in match.groupdict().items() if value}
 
 
-def _from_path(path: str, *, source: str, split: str, **options: Any) -> Records:
+def _from_path(
+    path: str, *, source: str, split: str, streaming: bool = False, **options: Any
+) -> Records:
+    """Read a directory, a file, or a dataset of the Hub, whichever a path is.
+
+    Args:
+        source: the path and what was named with it.
+        options: others of `datasets.load_dataset`, which name a dataset of the Hub.
+    """
     file = Path(path)
     reader = _reader(file)
-    streamed = {"streaming": True} if options.pop("streaming", False) else {}
     if file.is_dir() and not options:
         folder = file.resolve()  # "." has no name, and `datasets` takes it for none
-        return Records(
-            _from_directory(folder, split, **streamed),
-            folder.name + source.removeprefix(path),
-            folder=str(folder),
-        )
+        dataset = _from_directory(folder, split, streaming)
+        name = folder.name + source.removeprefix(path)
+        return Records(dataset, name, folder=str(folder))
     if reader is None and file.is_file():
-        raise DataError(
-            f"{path}: wanted a file that ends in {', '.join(READERS)}, got {file.suffix or 'no ending'}"
-        )
+        wanted = f"wanted a file that ends in {', '.join(READERS)}"
+        raise DataError(f"{path}: {wanted}, got {file.suffix or 'no ending'}")
     if reader is None or options:
-        return Records(_from_hub(path, source, split, **options, **streamed), source)
+        return Records(_from_hub(path, source, split, streaming=streaming, **options), source)
     if not file.exists() and "*" not in path:
         raise DataError(f"{path}: no such file")
-    return _from_file(path, reader, split, **streamed)
+    return _from_file(path, reader, split, streaming)
 
 
-def _from_file(path: str, reader: str, split: str, **streamed: Any) -> Records:
+def _from_file(path: str, reader: str, split: str, streaming: bool) -> Records:
     """The rows of a file, or of all files that a pattern matches."""
     file = Path(path)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # of the reader
     if reader in ("json", "csv"):
         # Otherwise the reader lets broken UTF-8 through, and a mark at the start of a file from
         # Windows makes it fail.
@@ -210,16 +225,17 @@ def _from_file(path: str, reader: str, split: str, **streamed: Any) -> Records:
     with quiet():
         try:
             dataset = datasets.load_dataset(
-                reader, data_files=path, split=split, **options, **streamed
+                reader, data_files=path, split=split, streaming=streaming, **options
             )
         except Exception as error:  # the readers raise any error of their parsers
             raise DataError(_diagnose(file, reader, error)) from error
     is_one_json_file = reader == "json" and file.exists()
-    if is_one_json_file and not streamed and changed_columns(dataset, of_file=True):
+    if is_one_json_file and not streaming and changed_columns(dataset, of_file=True):
         dataset = _with_texts(file, split)
-    # of a part of a file we don't know the first line
-    has_known_lines = is_one_json_file and split == "train"
-    lines = file if has_known_lines else None
+    lines = None
+    # of a part of a file, such as train[100:], we don't know the first line
+    if is_one_json_file and split == "train":
+        lines = file
     return Records(dataset, file.name, lines, folder=str(file.parent.absolute()))
 
 
@@ -229,112 +245,126 @@ def _with_texts(file: Path, split: str) -> Dataset:
         every = datasets.load_dataset(
             "json", data_files=str(file), split="train", encoding="utf-8-sig"
         )
-    return _split_of(as_written(every, list(rows_of(file)), of_file=True), split, file.name)
+    written = as_written(every, list(rows_of(file)), of_file=True)
+    return _split_of(written, split, file.name)
 
 
 def _reader(file: Path) -> str | None:
+    """The reader of a file by its ending, behind which it may have a compression's: rows.csv.gz."""
     if file.suffix in COMPRESSED:
         file = file.with_suffix("")
     return READERS.get(file.suffix)
 
 
-def _open(file: Path, mode: str = "rb", **options: Any) -> Any:
-    return fsspec.open(str(file), mode, compression="infer", **options)
+def _open(file: Path) -> IO[bytes]:
+    """A file's content, decompressed by its ending."""
+    opened: IO[bytes] = fsspec.open(str(file), "rb", compression="infer")
+    return opened
 
 
-def _from_directory(path: Path, split: str, **streamed: Any) -> Dataset:
-    saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+def _from_directory(path: Path, split: str, streaming: bool) -> Dataset:
+    """A dataset that `save_to_disk` wrote, or the files in a directory."""
+    is_saved = (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+    has_card = (path / "README.md").exists()  # which may say which files are read
     try:
-        # where a card may say which files are read
-        if not saved and not (path / "README.md").exists():
-            found = datasets.load_dataset_builder(str(path)).config.data_files or {}
-            read = {Path(file).resolve() for files in found.values() for file in files}
-            rows = [
-                file
-                for file in sorted(path.glob("[!._]*"))
-                if _reader(file) and file.suffix != ".json"
-            ]
-            left = [file.name for file in rows if file.resolve() not in read]
-            if left:
-                fix = f"name the files that are to be read as parts: data: [{path.name}/{left[0]}, ...]"
-                raise ValueError(
-                    f"{', '.join(left)} would be left out beside {min(read).name}; {fix}"
-                )
-        dataset = (
-            datasets.load_from_disk(str(path))
-            if saved
-            else _read(str(path), split=split, **streamed)
-        )
+        if is_saved:
+            dataset = datasets.load_from_disk(str(path))
+        else:
+            if not has_card:
+                _refuse_unread_files(path)
+            dataset = _read(str(path), None, split=split, streaming=streaming)
     except Exception as error:
         raise DataError(f"{path.name}: not a dataset that can be read: {_root(error)}") from error
-    return _split_of(dataset, split, path.name) if saved else dataset
+    return _split_of(dataset, split, path.name) if is_saved else dataset
 
 
-def _from_hub(path: str, source: str, split: str, **options: Any) -> Dataset:
+def _refuse_unread_files(path: Path) -> None:
+    """Refuse a directory of which `datasets` would read some files only: it takes one format.
+
+    Raises:
+        ValueError: names them.
+    """
+    found = datasets.load_dataset_builder(str(path)).config.data_files or {}
+    read = set()
+    for files in found.values():
+        for file in files:
+            read.add(Path(file).resolve())
+    left = []
+    for file in sorted(path.glob("[!._]*")):
+        # a .json beside rows is often settings
+        if _reader(file) and file.suffix != ".json" and file.resolve() not in read:
+            left.append(file.name)
+    if left:
+        fix = f"name the files that are to be read as parts: data: [{path.name}/{left[0]}, ...]"
+        raise ValueError(f"{', '.join(left)} would be left out beside {min(read).name}; {fix}")
+
+
+def _from_hub(path: str, source: str, split: str, *, streaming: bool, **options: Any) -> Dataset:
     name = options.pop("name", None)
     try:
-        return _read(path, name, split=split, **options)
-    except Exception as error:
-        raise DataError(
-            f"{source}: no such file, and not read from the Hub: {_root(error)}; "
-            f"wanted a path, or name:config@revision#split of a dataset; the split is '{split}' here"
-        ) from error
+        return _read(path, name, split=split, streaming=streaming, **options)
+    except Exception as error:  # of the network, of the Hub, of a reader
+        problem = f"{source}: no such file, and not read from the Hub: {_root(error)}"
+        wanted = "wanted a path, or name:config@revision#split of a dataset"
+        raise DataError(f"{problem}; {wanted}; the split is '{split}' here") from error
 
 
-def _read(*where: str | None, **options: Any) -> Dataset:
-    """A dataset of files; the cells of CSV files as text, of which `datasets` would make numbers
-    and nulls.
+def _read(path: str, name: str | None, **options: Any) -> Dataset:
+    """A dataset of files; the cells of CSV files are text.
+
+    `datasets` would make numbers and nulls of some: of "06" and of "None".
     """
-    dataset = datasets.load_dataset(*where, **options)
+    dataset = datasets.load_dataset(path, name, **options)
     if dataset.info.builder_name != "csv":
         return dataset
-    # the columns of a stream are unknown
+    # the columns of a stream are unknown before its first row
     names = dataset.column_names or list(next(iter(dataset), {}))
     text = Features({name: Value("string") for name in names})
     return datasets.load_dataset(
-        *where, **options, features=text, keep_default_na=False, na_values=[""]
+        path, name, **options, features=text, keep_default_na=False, na_values=[""]
     )
 
 
-def _split_of(dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, source: str) -> Any:
+def _split_of(
+    dataset: Dataset | DatasetDict | IterableDatasetDict, split: str, source: str
+) -> Dataset | IterableDataset:
     """A split, or a part such as ``train[:100]``, or several with a + between."""
-    splits: Any = DatasetDict({"train": dataset}) if isinstance(dataset, Dataset) else dataset
+    splits = DatasetDict({"train": dataset}) if isinstance(dataset, Dataset) else dataset
     if split in splits:
         return splits[split]
     try:
-        instruction = datasets.ReadInstruction.from_spec(split)
-        parts = instruction.to_absolute({name: len(part) for name, part in splits.items()})
+        sizes = {name: len(part) for name, part in splits.items()}
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
     except (ValueError, AssertionError, TypeError) as error:  # a part of a stream has no length
-        raise DataError(
-            f"{source}: no split '{split}'; there are {', '.join(map(str, splits))}"
-        ) from error
+        there = ", ".join(map(str, splits))
+        raise DataError(f"{source}: no split '{split}'; there are {there}") from error
     selected = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
     return datasets.concatenate_datasets(selected)
 
 
-def is_text(kind: Any) -> bool:
+def is_text(kind: object) -> bool:
     """True for the feature of a column of text."""
     return isinstance(kind, Value) and kind.dtype.endswith("string")
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+def table(rows: Sequence[Mapping[str, object]]) -> Dataset:
+    """Rows in memory as a dataset; a column that a row lacks is None there."""
+    # from_list would keep the columns of the first row only; a dict keeps their order.
+    names: dict[str, None] = {}
     for number, row in enumerate(rows, 1):
         if not isinstance(row, Mapping):
-            raise DataError(
-                f"records row {number}: wanted a dict of columns, got {type(row).__name__}"
-            )
-    # from_list would keep the columns of the first row only.
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+            wanted = f"wanted a dict of columns, got {type(row).__name__}"
+            raise DataError(f"records row {number}: {wanted}")
+        names |= dict.fromkeys(row)
     try:
-        complete = [{name: _storable(row.get(name)) for name in columns} for row in rows]
-        return as_written(
-            Dataset.from_list(complete, on_mixed_types="use_json"), complete, of_file=False
-        )
+        complete = [{name: _storable(row.get(name)) for name in names} for row in rows]
+        dataset = Dataset.from_list(complete, on_mixed_types="use_json")
+        return as_written(dataset, complete, of_file=False)
     except Exception as error:
         raise DataError(f"records: the rows don't fit into one table: {_root(error)}") from error
 
 
-def _storable(value: Any) -> Any:
+def _storable(value: object) -> object:
     """A value of a row; the pictures in a conversation as base64, which JSON holds."""
     is_conversation = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
     return with_text_for_pictures(value) if is_conversation else value
@@ -342,32 +372,38 @@ def _storable(value: Any) -> Any:
 
 def _first(file: Path) -> Path:
     """The first of the files that a pattern matches."""
-    return min(file.parent.glob(file.name), default=file) if "*" in file.name else file
+    if "*" not in file.name:
+        return file
+    return min(file.parent.glob(file.name), default=file)
 
 
-def _csv_options(path: Path) -> dict[str, Any]:
-    """Commas, semicolons or tabs. Every cell is text: as a number, "06" would be 6, and "None"
-    would be missing. An empty cell is an empty text in the columns of a prompt or a completion, and
-    missing in others.
+def _csv_options(path: Path) -> dict[str, object]:
+    """Options of the CSV reader: commas, semicolons or tabs, and every cell as text.
+
+    As a number, "06" would be 6, and "None" would be missing. An empty cell is an empty text in the
+    columns of a prompt or a completion, and missing in others.
 
     Raises:
         DataError: if two columns have one name, or if the first row has more cells than the header.
     """
-    with _open(path, "rt", newline="", encoding="utf-8-sig", errors="replace") as file:
+    with fsspec.open(
+        str(path), "rt", compression="infer", newline="", encoding="utf-8-sig", errors="replace"
+    ) as file:
         first = file.readline()
         likely = "\t,;" if ".tsv" in path.suffixes else ",;\t"
-        separator = next((each for each in likely if each in first), ",")
-        file.seek(0)
+        separators = [each for each in likely if each in first]
+        separator = separators[0] if separators else ","
+        file.seek(0)  # a header may have line breaks in quotes
         rows = csv.reader(file, delimiter=separator)
-        header, cells = next(rows, []), next(rows, [])
+        header: list[str] = next(rows, [])
+        cells: list[str] = next(rows, [])
     repeated = [name for name in header if name and header.count(name) > 1]
     if repeated:
         raise DataError(f"{path.name}: two columns are called {repeated[0]!r}; rename one of them")
     if len(cells) > len(header):  # the reader would take the first cell of each row for its number
         counts = f"row 1 has {len(cells)} cells and the header has {len(header)}"
-        raise DataError(
-            f"{path.name}: {counts}; quote cells that hold a {separator!r}, or remove it from line ends"
-        )
+        fix = f"quote cells that hold a {separator!r}, or remove it from line ends"
+        raise DataError(f"{path.name}: {counts}; {fix}")
     # as the reader calls them
     names = [name or f"Unnamed: {number}" for number, name in enumerate(header)]
     return {
@@ -403,9 +439,7 @@ def _diagnose(path: Path, reader: str, error: Exception) -> str:
 
 
 def _problem_of_list(content: bytes, is_whole: bool) -> str:
-    """The mistake in a file that is one JSON list; empty if there is none, or only its beginning
-    was read.
-    """
+    """The mistake in a file that is one JSON list; empty if there is none, or it was read in part."""
     try:
         json.loads(content)
     except ValueError as wrong:
@@ -416,9 +450,7 @@ def _problem_of_list(content: bytes, is_whole: bool) -> str:
 
 
 def _problem_of_lines(content: bytes, is_whole: bool) -> str:
-    """The first mistake in a file of JSON lines, with the number of its line; empty if there is
-    none.
-    """
+    """The first mistake in a file of JSON lines, with its line's number; empty if there is none."""
     lines = content.split(b"\n")
     complete = lines if is_whole else lines[:-1]
     for number, line in enumerate(complete, 1):
@@ -429,6 +461,7 @@ def _problem_of_lines(content: bytes, is_whole: bool) -> str:
 
 
 def _problem_of_line(line: bytes) -> str | None:
+    """Say why a line is no row."""
     try:
         value = json.loads(line)
         json.dumps(value, ensure_ascii=False).encode()  # half a pair of surrogates is no text
@@ -444,6 +477,7 @@ def _problem_of_line(line: bytes) -> str | None:
 
 
 def _root(error: BaseException) -> str:
+    """The first line of the error that others were raised from: `datasets` wraps most of its own."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, CastError):  # the rows of a file are looked at by chunks
@@ -453,10 +487,9 @@ def _root(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without the log of errors that readers also raise and, for rows in memory, without
-    progress bars.
-    """
-    level, hidden = datasets.logging.get_verbosity(), datasets.are_progress_bars_disabled()
+    """Context without progress bars, and without the log of errors that readers also raise."""
+    level = datasets.logging.get_verbosity()
+    hidden = datasets.are_progress_bars_disabled()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     datasets.disable_progress_bars()
     try:

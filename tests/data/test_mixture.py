@@ -81,7 +81,8 @@ def test_a_dataset_of_the_hub_is_named_with_configuration_revision_and_split(
     rows = Dataset.from_list([{"text": "a"}])
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
     load_data(data)
-    assert asked == [(("user/set", "main"), {"split": "test", "revision": "v2"})]
+    options = {"split": "test", "revision": "v2", "streaming": False}
+    assert asked == [(("user/set", "main"), options)]
 
 
 def test_files_of_a_directory_are_chosen_by_a_pattern(tmp_path, write) -> None:

@@ -275,8 +275,8 @@ def test_a_hub_name_carries_its_config(monkeypatch) -> None:
     assert load("trl-lib/things:plain", split="test").source == "trl-lib/things:plain"
     load("trl-lib/things")
     assert asked == [
-        (("trl-lib/things", "plain"), {"split": "test"}),
-        (("trl-lib/things", None), {"split": "train"}),
+        (("trl-lib/things", "plain"), {"split": "test", "streaming": False}),
+        (("trl-lib/things", None), {"split": "train", "streaming": False}),
     ]
 
 
