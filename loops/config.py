@@ -327,6 +327,34 @@ class Parallel(Settings):
 
 
 @dataclass(frozen=True)
+class Hub(Settings):
+    """Upload the model to a repository on the Hugging Face Hub, by the token in HF_TOKEN or of ``hf
+    auth login``.
+    """
+
+    prefix = "hub."
+
+    id: str | None = None
+    """Repository, such as me/my-model; it is made if it is not there. null uploads nothing."""
+    private: bool | None = None
+    """Whether only you, or your organization, see a repository that is made; null is what your
+    account does, which is public unless an organization says otherwise.
+    """
+    revision: str | None = None
+    """Branch, which is made if it is not there; null is main."""
+    every: Literal["end", "checkpoint", "best"] = "end"
+    """When the model is uploaded: at the end of the run; also with each checkpoint; or with each
+    step that is the best by `keep_best`, and not at the end."""
+
+    def contradictions(self) -> Iterator[str]:
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != _default(each)]
+        if self.id is None and changed:
+            yield f"hub.{changed[0]}: nothing is uploaded without hub.id, such as me/my-model; give it"
+        if self.id == "":
+            yield "hub.id: wanted a repository, such as me/my-model, got ''"
+
+
+@dataclass(frozen=True)
 class Common(Settings):
     """The fields that all recipes share."""
 
@@ -492,6 +520,8 @@ class Common(Settings):
     """Load the frozen base model quantized by bitsandbytes; needs adapters. 4bit is nf4."""
     quantize_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further fields of BitsAndBytesConfig, such as {bnb_4bit_use_double_quant: true}."""
+    hub: Hub = field(default_factory=Hub)
+    """Upload of the model to the Hugging Face Hub."""
     parallel: Parallel = field(default_factory=Parallel)
     """How several ranks share the model."""
 
@@ -529,6 +559,8 @@ class Common(Settings):
         for name in ("resume", "keep_best", "save_every"):
             if self.output is None and getattr(self, name):
                 yield f"{name}: checkpoints are kept in the run's directory, and it has none; set output"
+        if self.output is None and self.hub.id is not None:
+            yield "hub.id: a model is uploaded from the run's directory, and it has none; set output"
 
     def _without_evaluation(self) -> Iterator[str]:
         """Yield the settings that follow held-out data where there are none."""
@@ -539,6 +571,8 @@ class Common(Settings):
             yield f"schedule {self.schedule}: follows the loss of evaluations; give --eval_data and --eval_every"
         if self.load_best_model_at_end and self.keep_best is None:
             yield "load_best_model_at_end: wanted a metric to be the best by; give keep_best, such as eval/loss"
+        if self.hub.every == "best" and self.keep_best is None:
+            yield "hub.every: wanted a metric to be the best by; give keep_best, such as eval/loss"
         metric = (self.keep_best or "eval/").removeprefix("max:")
         if not metric.startswith("eval/") or (self.keep_best and not held_out):
             and_none = "" if held_out else " and no eval_data"

@@ -272,10 +272,13 @@ def _with_file(words: list[str]) -> list[str]:
     return ["--config", *words] if words and not words[0].startswith("--") else words
 
 
-def _train(name: str, config: Any) -> None:
+def _train(name: str, config: Any) -> bool:
+    """Train; returns false if the model should be on the Hub, and is not."""
     opened = opener(name)(config)
-    if name != "demo":
-        opened.train()
+    if name == "demo":
+        return True
+    opened.train()
+    return bool(opened.uploaded)
 
 
 def _run(

@@ -300,6 +300,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
 
     stand_ins: dict[str, Callable[..., Any]] = {
         "runs.ranks._new_group": lambda world, purpose: world,
+        "runs.context.check_repository": lambda hub: None,
         "runs.training.Training._resumed": lambda run: 0,
         "runs.context.stored_tokens": _store_tokens,
         "runs.teacher.stored_tokens": _store_tokens,

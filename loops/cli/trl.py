@@ -16,7 +16,14 @@ from .trl_rules import Translation, as_list, table
 _load = get_loader("yaml")  # in which 1e-4 is a number, as it is not in YAML 1.1
 _HEADLINES = 3  # lines about TRL's names at the start of a run
 _OURS = ("config", "defaults", "help", "h", "print_config")  # names of the command line itself
-_GROUPS = ("lora", "teacher", "vllm", "limits", "parallel")  # fields that are settings themselves
+_GROUPS = (
+    "lora",
+    "teacher",
+    "vllm",
+    "limits",
+    "parallel",
+    "hub",
+)  # fields that are settings themselves
 
 
 class Flag(NamedTuple):

@@ -308,6 +308,46 @@ def best(trl: Translation) -> dict[str, Any]:
     return fields
 
 
+def hub(trl: Translation) -> dict[str, Any]:
+    """The repository that the model is uploaded to. A token is refused: files and flags are read by
+    others.
+    """
+    if not trl["push_to_hub"]:
+        names = [name for name in table()["rules"]["hub"][1:] if name in trl.given]
+        if names:
+            trl.ignored["without push_to_hub nothing is uploaded, as in TRL"] = names
+        return {}
+    for name in ("hub_token", "push_to_hub_token"):
+        # what transformers writes in place of a token
+        if trl[name] not in (None, "", f"<{name.upper()}>"):
+            why = "a token in a file or a flag is read by others; set HF_TOKEN, or log in (hf auth login)"
+            trl.refuse(name, why)
+    strategy = str(trl["hub_strategy"] or "every_save")
+    every = {"end": "end", "every_save": "checkpoint"}
+    every |= {"checkpoint": "checkpoint", "all_checkpoints": "checkpoint"}
+    if strategy not in every:
+        return trl.refuse("hub_strategy", nearest("there is no", strategy, every), instead="hub")
+    if strategy.endswith(("checkpoint", "checkpoints")):
+        trl.notes.append(
+            "hub_strategy: the model of each checkpoint is uploaded; what a run resumes from stays in its directory"
+        )
+    fields = {"hub.id": _repository(trl), "hub.every": every[strategy]}
+    revision = trl["hub_revision"] or trl["hub_model_revision"]
+    if revision and revision != "main":
+        fields["hub.revision"] = revision
+    if trl["hub_private_repo"] is not None:
+        fields["hub.private"] = trl["hub_private_repo"]
+    return fields
+
+
+def _repository(trl: Translation) -> str:
+    """The name of the repository: that of the run's directory, unless another is given."""
+    output = trl["output_dir"] or trl.elsewhere.get("output") or "burnish"
+    name = trl["hub_model_id"] or trl["push_to_hub_model_id"] or Path(str(output)).absolute().name
+    organization = trl["push_to_hub_organization"]
+    return f"{organization}/{name}" if organization and "/" not in name else str(name)
+
+
 def supervised_loss(trl: Translation) -> dict[str, Any]:
     kind = trl["loss_type"] or "nll"
     smoothing = float(trl["label_smoothing_factor"] or 0)

@@ -37,21 +37,23 @@ _DIRECTORY = re.compile(r"(?<![\w:./~])~?/(?:[^/\s'\"=,:]+/)*")
 _LONGEST = 2000  # characters of a command
 
 
-def write_cards(training: Any, entry: Entry) -> None:
+def write_cards(training: Any, entry: Entry, beside: Path, step: int) -> None:
     """Write the cards of the trained model, and of its adapter if there is one.
 
     The main process calls it.
 
     Args:
-        training: the `Training`, whose model and curves are written.
+        training: the `Training` that the cards tell of.
         entry: what the record has of this start, see `record.recorded`.
+        beside: the directory that holds ``model`` and ``adapter``.
+        step: whose weights these are.
     """
     curves = training.directory / "curves.png"
     for name in ("model", "adapter"):
-        directory = training.directory / name
+        directory = beside / name
         if not directory.is_dir():
             continue
-        card = make_card(training, entry, adapter=name == "adapter")
+        card = make_card(training, entry, step, adapter=name == "adapter")
         with writing("the model card", training.checkpoints):
             if curves.exists():  # a card shows pictures of its own directory alone
                 write(directory / curves.name, [curves.read_bytes()])
@@ -59,18 +61,18 @@ def write_cards(training: Any, entry: Entry) -> None:
             sync(directory)
 
 
-def make_card(training: Any, entry: Entry, *, adapter: bool) -> ModelCard:
-    """The card of the model, or of the adapter alone."""
+def make_card(training: Any, entry: Entry, step: int, *, adapter: bool) -> ModelCard:
+    """The card of the model of a step, or of the adapter alone."""
     header = header_of(entry, adapter=adapter)
     what = "Adapter of" if adapter else "Fine-tuned from"
     sections = [
         f"# {what} {_cell(base_name(entry))}",
-        _introduction(training, entry, adapter=adapter),
+        _introduction(training, entry, step, adapter=adapter),
         "## Data",
         *_data(training, entry),
         "## Losses",
         "\n".join(_loss_lines(training.losses)),
-        *_measured(training.directory, _step_of(training)),
+        *_measured(training.directory, step),
         "## How it was made",
         *_making(entry),
     ]
@@ -147,20 +149,19 @@ def _header(card: Path) -> dict[str, str]:
     return {}
 
 
-def _introduction(training: Any, entry: Entry, *, adapter: bool) -> str:
+def _introduction(training: Any, entry: Entry, step: int, *, adapter: bool) -> str:
     purpose = (inspect.getdoc(type(training.context.config)) or "").partition("\n")[0]
     revision = entry["model"]["revision"]
     of_revision = f" (revision `{revision}`)" if revision else ""
     what = f"An adapter of `{base_name(entry)}`" if adapter else f"`{base_name(entry)}`"
     lines = [
-        f"{what}{of_revision}, trained by the recipe `{entry['recipe']}` of burnish in {_step_of(training):,} steps.",
+        f"{what}{of_revision}, trained by the recipe `{entry['recipe']}` of burnish in {step:,} steps.",
         f"The recipe: {purpose}",
     ]
     config = training.context.config
-    if config.load_best_model_at_end and training.best is not None:
-        lines.append(
-            f"The weights are those of step {training.best:,}, the best by `{config.keep_best}`."
-        )
+    takes_best = config.load_best_model_at_end or config.hub.every == "best"
+    if takes_best and step == training.best:
+        lines.append(f"The weights are those of step {step:,}, the best by `{config.keep_best}`.")
     return "\n".join(lines)
 
 
@@ -218,12 +219,6 @@ def paper_of(docstring: str) -> str:
     """The paragraph of a docstring that names the paper, in one line; "" if there is none."""
     found = re.search(r"^\s*(Paper: .*?)(?:\n\s*\n|\Z)", docstring, flags=re.S | re.M)
     return " ".join(found[1].split()) if found else ""
-
-
-def _step_of(training: Any) -> int:
-    """The step whose weights the model has: the last one, or the best one."""
-    ends_with_best = training.context.config.load_best_model_at_end and training.best is not None
-    return int(training.best if ends_with_best else training.step)
 
 
 def _measured(directory: Path, step: int) -> Iterator[str]:

@@ -4,6 +4,7 @@ config.yaml      the resolved configuration
 run.json         how and on what the run was started, see `record`
 metrics.jsonl    one JSON object per step
 checkpoints/     see `checkpoint`
+hub/             models that are to be uploaded, see `hub`
 model/           the trained model, as transformers loads it; adapter/ beside it where adapters were trained
 curves.png       the metrics over the steps
 """
@@ -50,6 +51,7 @@ from ..train.mix import STEP_COUPLED
 from .agreement import check_agreement
 from .directory import check_directory, to_yaml
 from .feed import Feed, StepFeed, stored_tokens
+from .hub import check_repository
 from .liveness import form_restarted_group, open_watch
 from .parallel import check_launcher, check_ranks, open_mesh
 from .preflight import check_files, check_tokens
@@ -447,4 +449,6 @@ def open_accelerator(config: Common) -> Accelerator:
     accelerator.gradient_state._set_sync_gradients(True)
     set_seed(config.seed)
     from_main(accelerator, lambda: check_directory(config))
+    if config.hub.id is not None:
+        from_main(accelerator, lambda: check_repository(config.hub))
     return accelerator

@@ -30,7 +30,7 @@ _FREE = {
     # A checkpoint identifies its data by content, not by path.
     *("resume", "output", "data", "eval_data", "dataset_num_proc"),
     # How long the run is, and what it leaves behind.
-    *("steps", "epochs", "eval_every", "report_to", "project", "run_name"),
+    *("steps", "epochs", "eval_every", "report_to", "project", "run_name", "hub"),
     *("save_every", "save_minutes", "keep", "keep_best", "load_best_model_at_end"),
     # A step is the same, but for rounding, however its memory and ranks are used.
     *("vllm", "parallel", "micro_tokens", "gradient_checkpointing", "keep_bytes"),

@@ -26,7 +26,7 @@ from ..registry import nearest
 from ..train import optimizers
 from ..train.losses import TensorReader, Term, compose, weightings
 from ..train.step import StepResult, evaluate, optimize, prepare, sum_over_ranks
-from . import checkpoint, liveness, ranks, stop
+from . import checkpoint, hub, liveness, ranks, stop
 from .card import write_cards
 from .directory import lock_directory
 from .feed import StepFeed, digest
@@ -34,7 +34,7 @@ from .liveness import at
 from .ranks import barrier, from_main, watching
 from .record import Entry, recorded
 from .report import draw_curves, journal, written
-from .storage import sync
+from .storage import remove, sync
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,7 @@ class _Running:
     Attributes:
         received: how many signals of each kind this rank has received, see `stop.signals`.
         entry: what the record has of this start, on the main process; see `record.recorded`.
+        uploads: to the Hub, on the main process of a run that has a repository.
         log: writes the metrics of a step.
         saved: when the last checkpoint was, by the clock.
         signal: the signal for which the run stops.
@@ -59,6 +60,7 @@ class _Running:
 
     received: Mapping[str, float]
     entry: Entry
+    uploads: hub.Uploads | None
     log: Callable[[int, Mapping[str, float]], None]
     saver: checkpoint.Saver
     saved: float
@@ -90,6 +92,7 @@ class Training:
         start, step: number of steps taken by the run that is resumed, and in all.
         metrics: of the last step.
         best: the saved step whose ``keep_best`` is the best; None before there is one.
+        uploaded: false if the run has ended, and its model is not on the Hub, as it should be.
     """
 
     context: Any  # whose module imports this one
@@ -116,6 +119,7 @@ class Training:
         self.checkpoints = context.file("checkpoints") or Path()
         self.start = self.step = self._resumed() if config.resume else 0
         self.metrics: dict[str, float] = {}
+        self.uploaded = True
         self._feed_seconds = 0.0
         self.best: int | None = None
         self.lowest = math.inf  # or the negative of the highest
@@ -276,11 +280,12 @@ class Training:
             watching(),
             stop.signals(visible=accelerator.is_main_process) as received,
             lock_directory(config, context.description, accelerator),
+            hub.uploading(self, received) as uploads,
             recorded(self) as entry,
             lines as log,
             closing(saver),
         ):
-            yield _Running(received, entry, log, saver, saved=monotonic())
+            yield _Running(received, entry, uploads, log, saver, saved=monotonic())
 
     def _optimize(self) -> Iterator[StepResult]:
         parts = self.state["parts"]
@@ -355,7 +360,32 @@ class Training:
                     best=self.best,
                     end_tokens=ends_of(generation),
                 )
+                self._stage_upload(run)
         run.saved = monotonic()
+
+    def _stage_upload(self, run: _Running) -> None:
+        """Write the model of a checkpoint aside, and begin to upload it, if it is to be on the Hub.
+        Every rank calls it.
+        """
+        context, accelerator = self.context, self.context.accelerator
+        if context.config.hub.id is None or not from_main(accelerator, self._is_for_hub):
+            return
+        main = accelerator.is_main_process
+        partial = context.directory / "hub" / ".partial"
+        if main:
+            remove(partial)
+        weights = optimizers.evaluated_weights(self.state["parts"]["optimizer"], context.model)
+        with checkpoint.writing("the model for the Hub", self.checkpoints), weights:
+            save_model(context.model, context.tokenizer, partial, write=main)
+        if run.uploads is not None:
+            write_cards(self, run.entry, partial, self.step)
+            run.uploads.stage(self.step, partial)
+
+    def _is_for_hub(self) -> bool:
+        """Whether the model of this checkpoint is to be on the Hub before the run ends."""
+        if self.context.config.hub.every == "best":
+            return self.best == self.step
+        return self.context.config.hub.every == "checkpoint" and self.step < self.feed.steps
 
     def _finish(self, run: _Running) -> None:
         """Write the model, unless a signal has stopped the run before its last step."""
@@ -365,7 +395,7 @@ class Training:
             # a schedule-free optimizer then leaves the weights to evaluate
             self.state["parts"]["optimizer"].eval()
             with at("writing the model"):
-                self._save_model(run.entry)
+                self._save_model(run)
         barrier()
         if self.context.stream is not None:
             self.context.accelerator.print(self.context.stream.accounting)
@@ -489,11 +519,9 @@ class Training:
             self.best, self.lowest = step, value
         return better
 
-    def _save_model(self, entry: Entry) -> None:
-        """Write the model, its card and the curves.
-
-        Args:
-            entry: what the record has of this start.
+    def _save_model(self, run: _Running) -> None:
+        """Write the model, its card and the curves, and begin to upload them if they are to be on
+        the Hub.
         """
         if self.directory is None:
             return
@@ -507,9 +535,23 @@ class Training:
                 _sync_results(self.directory)
         if main:
             draw_curves(self.directory / "metrics.jsonl", self.directory / "curves.png")
-            write_cards(self, entry)
+            write_cards(self, run.entry, self.directory, self._step_of_model)
             finished = "no steps were left; " if self.start >= self.feed.steps else ""
             print(f"{finished}the model{self._of_best_step()} is in {self.directory / 'model'}")
+        if run.uploads is not None and self._ends_on_hub():
+            run.uploads.begin(hub.Upload(self.directory, self._step_of_model, staged=False))
+
+    @property
+    def _step_of_model(self) -> int:
+        """The step whose weights the run ends with: the last one, or the best one."""
+        if self.context.config.load_best_model_at_end and self.best is not None:
+            return self.best
+        return self.step
+
+    def _ends_on_hub(self) -> bool:
+        """Whether the model at the end is to be on the Hub, where the best one may be already."""
+        config = self.context.config
+        return config.hub.every != "best" or config.load_best_model_at_end or self.best is None
 
     def _end_with_tokens_of_stream(self) -> None:
         """Rows of later steps of a stream may end with other tokens than the rows of the first."""

@@ -415,7 +415,8 @@ def test_bitsandbytes_is_quiet_unless_something_is_quantized(burnish, quantize, 
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     monkeypatch.setattr(logger, "level", logging.NOTSET)
     monkeypatch.setattr(
-        "burnish.loops.recipes.sft.open_sft", lambda config: SimpleNamespace(train=dict)
+        "burnish.loops.recipes.sft.open_sft",
+        lambda config: SimpleNamespace(train=dict, uploaded=True),
     )
     flags = ["--lora.r", "2", "--quantize", "4bit"] if quantize else []
     assert burnish("sft", flags)[0] == 0

@@ -477,7 +477,6 @@ def test_what_trains_otherwise_without_a_word_of_the_file_is_told_by_translate(
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_run_begins_with_three_lines_at_most_about_names_of_trl(burnish, caplog, name):
     refused = (
-        "push_to_hub",
         "eos_token",
         "reward_funcs",
         "reward_weights",

@@ -65,8 +65,7 @@ def test_every_key_of_a_real_configuration_is_translated_told_or_refused(name, t
     file.write_text(json.dumps(configuration))
     _, left, out = read(recipe, settings_of(recipe), ["--config", str(file)])
     assert left == []
-    uploaded = {"push_to_hub"} if configuration.get("push_to_hub") else set()
-    assert set(out.refused) == REFUSED.get(name, set()) | uploaded
+    assert set(out.refused) == REFUSED.get(name, set())
     assert all(name in line for name, line in out.refused.items())
     accounted = {
         key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys
@@ -99,7 +98,7 @@ def test_every_flag_of_a_script_of_trl_is_translated_told_or_refused(script):
         key for keys in (*out.sources.values(), *out.ignored.values()) for key in keys
     } | set(out.refused)
     assert {name.removeprefix("no_") for name in flags} <= accounted
-    assert set(out.refused) == REFUSED_FLAGS.get(script, set()) | ({"push_to_hub"} & flags.keys())
+    assert set(out.refused) == REFUSED_FLAGS.get(script, set())
 
 
 def test_the_flags_are_those_of_twenty_two_scripts():
@@ -313,6 +312,38 @@ TWO_DEVICES = {
             {"group_size": 8, "prompts_per_rollout": 4, "minibatches": 4},
         ),
         ("rloo", {"num_generations": 4, "num_iterations": 3}, None),
+        (
+            "sft",
+            {"push_to_hub": True, "output_dir": "runs/mine", "hub_private_repo": True},
+            {
+                "output": "runs/mine",
+                "hub.id": "mine",
+                "hub.private": True,
+                "hub.every": "checkpoint",
+            },
+        ),
+        (
+            "sft",
+            {
+                "push_to_hub": True,
+                "hub_model_id": "org/mine",
+                "hub_revision": "v1",
+                "hub_strategy": "end",
+                "hub_token": "<HUB_TOKEN>",
+            },
+            {"hub.id": "org/mine", "hub.revision": "v1", "hub.every": "end"},
+        ),
+        (
+            "sft",
+            {
+                "push_to_hub": True,
+                "push_to_hub_model_id": "mine",
+                "push_to_hub_organization": "org",
+                "hub_model_revision": "main",
+            },
+            {"hub.id": "org/mine", "hub.every": "checkpoint"},
+        ),
+        ("sft", {"push_to_hub": False, "hub_model_id": "org/mine", "hub_token": "hf_x"}, {}),
         ("sft", {"max_steps": -1, "num_train_epochs": 2.0}, {"epochs": 2}),
         ("sft", {"max_steps": 70, "num_train_epochs": 2}, {"steps": 70}),
         ("sft", {"warmup_ratio": 0.1}, {"warmup": 0.1}),
@@ -822,10 +853,19 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("sft", {"num_train_epochs": 0.5}, "num_train_epochs: 0.5 is a part.*steps"),
         (
             "sft",
-            {"push_to_hub": True},
-            "push_to_hub: nothing is uploaded yet.*give false, .*hf upload",
+            {"push_to_hub": True, "hub_token": "hf_secret"},
+            "^hub_token: a token in a file or a flag is read by others; set HF_TOKEN, or log in",
         ),
-        ("sft", {"push_to_hub_revision": True}, "push_to_hub_revision: nothing is uploaded yet"),
+        (
+            "sft",
+            {"push_to_hub_revision": True},
+            "push_to_hub_revision: checkpoints get no branches",
+        ),
+        (
+            "sft",
+            {"push_to_hub": True, "hub_strategy": "each_save"},
+            "hub_strategy: there is no 'each_save', did you mean 'every_save'",
+        ),
         (
             "sft",
             {"mixed_precision": "fp16"},

@@ -10,6 +10,7 @@ from burnish.loops.cli import main
 from burnish.loops.recipes.preference import open_dpo
 from burnish.loops.recipes.settings import DPO
 from burnish.loops.runs.card import _public, base_metadata, header_of, paper_of
+from hub_fake import wrong_in
 from huggingface_hub import ModelCard, ModelCardData
 from tiny import save_model, sums, write_rows
 from worlds import chains, demonstrations, feedback
@@ -87,7 +88,7 @@ def test_the_card_of_each_recipe_has_a_header_that_the_hub_reads(recipe, start, 
     card = card_of(trained(recipe, start, tmp_path) / "model")
     _, _, task, papers = RECIPES[recipe]
     read = ModelCardData(**yaml.safe_load(card.data.to_yaml()))
-    assert read.to_dict() == card.data.to_dict()
+    assert read.to_dict() == card.data.to_dict() and wrong_in(read.to_dict()) == []
     assert (read.base_model, read.base_model_relation, read.license) == (
         "org/base-1b",
         "finetune",
