@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
 from ..models.sharding import ranks_together
 from .ranks import from_main, gloo_group
-from .state import capture, dump, random_state, restore, set_random_state, trained_state
+from .state import Rest, capture, dump, random_state, restore, set_random_state, trained_state
 from .storage import DirectoryWriter, damage, remove, remove_partial, sync, write
 
 log = logging.getLogger(__name__)
@@ -45,8 +46,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 FORMAT = 1  # of state.pt; a later one is refused, one without a number is of the first versions
 _FULL = "the disk is full"
-# Errors of the system, or what safetensors and torch say in their place, with their cause and
-# remedy.
+# Errors of the system, or what safetensors and torch say in their place, which keep no number; with
+# their cause and remedy.
 _REMEDIES: tuple[tuple[set[int], tuple[str, ...], str, str], ...] = (
     (
         {errno.ENOSPC, errno.EDQUOT},
@@ -95,10 +96,10 @@ def writing(what: str, directory: Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         cause, by = _cause(error)
         reason, remedy = _explained(cause, directory)
-        newest = [path.name for path in _all(directory)]
+        newest = next(iter(_all(directory)), None)
+        left = "There is no earlier checkpoint" if newest is None else f"{newest.name} is intact"
         raise CheckpointError(
-            f"{what} could not be written to {directory.parent}{by}{reason}. "
-            f"{newest[0] + ' is intact' if newest else 'There is no earlier checkpoint'}: {remedy}"
+            f"{what} could not be written to {directory.parent}{by}{reason}. {left}: {remedy}"
             f"start again with --resume true ({cause})"
         ) from error
 
@@ -120,15 +121,12 @@ def _explained(cause: BaseException, directory: Path) -> tuple[str, str]:
     if known := remedy_of(cause):
         reason, remedy = known
         if reason == _FULL:
-            free = (
-                shutil.disk_usage(next(path for path in directory.parents if path.exists())).free
-                / 2**20
-            )
+            existing = next(path for path in directory.parents if path.exists())
+            free = shutil.disk_usage(existing).free / 2**20
             reason = f"{reason} ({free:.0f} MiB free)"
         return f": {reason}", f"{remedy} and "
-    if isinstance(cause, dist.DistError) or any(
-        sign in text for sign in ("gloo", "Connection closed")
-    ):
+    # gloo's errors are plain RuntimeErrors.
+    if isinstance(cause, dist.DistError) or "gloo" in text or "Connection closed" in text:
         return ": another rank ended", ""
     if isinstance(cause, FileNotFoundError):
         return ": it was removed, or is on no file system that all ranks share", ""
@@ -173,9 +171,10 @@ def save(
     best: int | None = None,
     end_tokens: Sequence[int] = (),
     thread: ThreadPoolExecutor | None = None,
-) -> Any:
-    """Write the checkpoint of ``step`` under ``directory``, and drop older ones. Every rank calls
-    it.
+) -> Path | Future[Path]:
+    """Write the checkpoint of ``step`` under ``directory``, and drop older ones.
+
+    Every rank calls it.
 
     Args:
         parts: everything else with a state: optimizer, schedule, and the recipe's own state.
@@ -191,13 +190,15 @@ def save(
     Raises as `writing` does.
     """
     tensors, rest = capture(accelerator.unwrap_model(policy), parts)
-    if thread is not None:
+    if thread is not None:  # copies in host memory: the next step changes the tensors in place
         tensors = BlockingAsyncStager().stage(tensors)
     files = {f"random-{accelerator.process_index}.pt": dump(random_state())}
     if accelerator.is_main_process:
         known = {"format": FORMAT, "step": step, "data": data, "end_tokens": list(end_tokens)}
         files["state.pt"] = dump({**known, **rest})
-    final, group = path_of(directory, step), gloo_group("checkpoint")
+    final = path_of(directory, step)
+    # A group of its own: messages of a thread must not come between those of the main thread.
+    group = gloo_group("checkpoint")
 
     def drop_older() -> None:
         # later ones were found damaged
@@ -221,8 +222,7 @@ def save(
 
 
 class Saver:
-    """Saves checkpoints one at a time, as `save` does; in a thread, from copies in host memory, if
-    ``background``.
+    """Saves checkpoints one at a time, as `save` does; if ``background``, in a thread.
 
     Every rank has one, and calls it at the same steps. What the last one could not write is raised
     by the next call.
@@ -247,11 +247,12 @@ class Saver:
         """Wait for the previous checkpoint, then begin this one; see `save`."""
         self.wait()
         saved = save(directory, step, **options, thread=self._thread)
-        self._pending = None if self._thread is None else saved
+        self._pending = saved if isinstance(saved, Future) else None
 
     def wait(self) -> None:
         """Return when the last checkpoint is written."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None  # so that its error is raised once
         if pending is not None:
             pending.result()
 
@@ -288,9 +289,10 @@ def load_newest(
         )
     plain = accelerator.unwrap_model(policy)
     _restore(path, plain, parts, state)
-    rank, split = accelerator.process_index, ranks_together(plain)
-    # ranks that compute together draw the same
-    random_file = path / f"random-{rank // split * split}.pt"
+    rank = accelerator.process_index
+    together = ranks_together(plain)
+    # Ranks that compute the same rows draw the same numbers: those of the first of them.
+    random_file = path / f"random-{rank // together * together}.pt"
     if random_file.exists():
         set_random_state(torch.load(random_file, map_location="cpu", weights_only=True))
     else:
@@ -302,11 +304,10 @@ def load_newest(
     return int(state["step"])
 
 
-def load_weights(
-    path: Path, policy: nn.Module, optimizer: Optimizer | None = None
-) -> dict[str, Any]:
-    """Give the policy the trained parameters and buffers of a whole checkpoint. All ranks of a run
-    call it.
+def load_weights(path: Path, policy: nn.Module, optimizer: Optimizer | None = None) -> Rest:
+    """Give the policy the trained parameters and buffers of a whole checkpoint.
+
+    All ranks of a run call it.
 
     Args:
         optimizer: one that averages the weights it trains, whose state is restored, too: its
@@ -319,7 +320,7 @@ def load_weights(
         CheckpointError: if it is the checkpoint of a model with other trained parameters, or can't
             be read.
     """
-    parts: dict[str, Any] = {} if optimizer is None else {"optimizer": optimizer}
+    parts: dict[str, Stateful] = {} if optimizer is None else {"optimizer": optimizer}
     state = _read_state(path, ("step", *parts))
     _restore(path, policy, parts, state)
     return state
@@ -328,11 +329,14 @@ def load_weights(
 def _restore(
     path: Path, policy: nn.Module, parts: Mapping[str, Stateful], state: Mapping[str, object]
 ) -> None:
-    """Fill the policy, and these parts, from a checkpoint whose state.pt was read. Every rank calls
-    it.
+    """Fill the policy, and these parts, from a checkpoint whose state.pt was read.
+
+    Every rank calls it: torch divides what is to be read between them.
     """
     reader = HuggingFaceStorageReader(str(path))
-    saved: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata().state_dict_metadata
+    # Only tensors are in the shards, so no entry is of bytes.
+    saved = cast(Mapping[str, TensorStorageMetadata], metadata)
     _check(trained_state(policy), saved)
     tensors = restore(policy, parts, state, saved)
     try:
@@ -347,7 +351,7 @@ def _restore(
         ) from error
 
 
-def _read_state(path: Path, needed: Sequence[str]) -> dict[str, Any]:
+def _read_state(path: Path, needed: Sequence[str]) -> Rest:
     """What state.pt of a whole checkpoint holds.
 
     Args:
@@ -358,6 +362,7 @@ def _read_state(path: Path, needed: Sequence[str]) -> dict[str, Any]:
     """
     another = f"remove {path} to resume from the one before, or begin in another directory"
     try:
+        # weights_only: a checkpoint that somebody sends must not be able to run code.
         state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -393,8 +398,9 @@ def _newest_whole(directory: Path, accelerator: Accelerator) -> Path | None:
 
 
 def damage_on_ranks(path: Path, accelerator: Accelerator) -> str | None:
-    """Describe what is wrong with a checkpoint; None if nothing is. Every rank verifies an equal
-    share of its files.
+    """Describe what is wrong with a checkpoint; None if nothing is.
+
+    Every rank calls it, and verifies an equal share of the files.
     """
     rank, ranks = accelerator.process_index, accelerator.num_processes
     problems: list[str | None] = [damage(path, slice(rank, None, ranks))]
@@ -404,15 +410,16 @@ def damage_on_ranks(path: Path, accelerator: Accelerator) -> str | None:
     return next(filter(None, problems), None)
 
 
-def _check(trained: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    before = {
-        path.removeprefix("model/"): tuple(saved[path].size)
-        for path in saved
-        if path.startswith("model/")
-    }
+def _check(trained: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> None:
+    """Raise CheckpointError unless the checkpoint has the parameters that this model trains."""
+    before = {}
+    for path, metadata in saved.items():
+        if path.startswith("model/"):
+            before[path.removeprefix("model/")] = tuple(metadata.size)
     now = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     for name in sorted(before.keys() | now.keys()):
-        held, wanted = before.get(name, "nothing"), now.get(name, "nothing")
+        held = before.get(name, "nothing")
+        wanted = now.get(name, "nothing")
         if held != wanted:
             raise CheckpointError(
                 f"checkpoint: holds {name!r} as {held}, this model trains it as {wanted}"
@@ -429,9 +436,9 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def _all(directory: Path) -> list[Path]:
-    """Every checkpoint, newest first; not a copy under another name that someone keeps beside
-    them.
-    """
-    return sorted(
-        (path for path in directory.glob("step-*") if path.name[5:].isdecimal()), reverse=True
-    )
+    """Every checkpoint, newest first; without copies that someone keeps, such as step-00000120.old."""
+    found = []
+    for path in directory.glob("step-*"):
+        if path.name.removeprefix("step-").isdecimal():
+            found.append(path)
+    return sorted(found, reverse=True)

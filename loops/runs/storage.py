@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import _TYPES
@@ -29,6 +28,7 @@ from torch.futures import Future
 
 log = logging.getLogger(__name__)
 
+# torch.float32 -> "F32", as safetensors has it in the header of a file
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -49,13 +49,12 @@ class DirectoryWriter(FileSystemWriter):
     def __init__(
         self, final: Path, files: Mapping[str, memoryview], finished: Callable[[], None]
     ) -> None:
+        # On the same file system, so that it can be renamed.
         super().__init__(final.with_name(f".partial-{final.name}"))
-        self.final, self.partial, self.files, self.finished = (
-            final,
-            Path(self.path),
-            files,
-            finished,
-        )
+        self.final = final
+        self.partial = Path(self.path)
+        self.files = files
+        self.finished = finished
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -69,12 +68,13 @@ class DirectoryWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On each rank; the result carries the SHA-256 of its files to the main process."""
-        digests = {
-            name: write(self.partial / name, [content]) for name, content in self.files.items()
-        }
+        digests = {}
+        for name, content in self.files.items():
+            digests[name] = write(self.partial / name, [content])
         if plan.items:
             shard = f"shard-{self.rank}.safetensors"
             digests[shard] = write(self.partial / shard, _safetensors(plan.items, planner))
+        # torch hands the third field to `finish` as it is.
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(MetadataIndex(""), 0, digests)])
         return written
@@ -84,10 +84,9 @@ class DirectoryWriter(FileSystemWriter):
         digests: dict[str, str] = {}
         for (result,) in results:
             digests |= result.storage_data
-        write(
-            self.partial / "manifest.json",
-            [json.dumps(dict(sorted(digests.items())), indent=2).encode()],
-        )
+        manifest = json.dumps(dict(sorted(digests.items())), indent=2)
+        write(self.partial / "manifest.json", [manifest.encode()])
+        # The order matters: a power cut leaves either no directory of this name or a whole one.
         sync(self.partial)
         remove(self.final)  # a damaged one of the same step
         self.partial.rename(self.final)
@@ -96,28 +95,41 @@ class DirectoryWriter(FileSystemWriter):
 
 
 def _safetensors(items: list[WriteItem], planner: SavePlanner) -> Iterator[bytes | memoryview]:
-    """The content of a file with these tensors, or parts of tensors, in pieces."""
-    tensors: dict[str, Any] = {}
-    offsets: dict[str, Any] = {}
+    """The content of a file with these tensors, or parts of tensors, in pieces.
+
+        8 bytes         length of the header, a little-endian integer
+        the header      JSON, filled up by spaces to a multiple of 8 bytes:
+            {"model/head.weight": {"dtype": "F32", "shape": [500, 64], "data_offsets": [0, 128000]},
+             ...,
+             "__metadata__": {"DCP_SHARDING_INFO": ..., "DCP_VERSION": "1.0", "format": "pt"}}
+        the tensors     one after the other; offsets count from the end of the header
+
+    Values of the metadata are texts, so the sharding info is JSON within JSON: where in the whole
+    tensor each part begins, {"model/head.weight": {"saved_offsets": [500, 0]}}.
+    """
+    tensors: dict[str, dict[str, object]] = {}
+    offsets: dict[str, dict[str, object]] = {}
     end = 0
     # Larger elements first, so that all are aligned.
     items = sorted(items, key=lambda item: (-_dtype(item).itemsize, item.index.fqn))
     for item in items:
+        name = item.index.fqn
         # one part of a tensor on each rank
-        assert item.tensor_data is not None and item.index.fqn not in tensors
-        chunk, begin = item.tensor_data.chunk, end
+        assert item.tensor_data is not None and name not in tensors
+        chunk = item.tensor_data.chunk
+        begin = end
         end += math.prod(chunk.sizes) * _dtype(item).itemsize
-        name = _NAMES[_dtype(item)]
-        tensors[item.index.fqn] = {
-            "dtype": name,
+        tensors[name] = {
+            "dtype": _NAMES[_dtype(item)],
             "shape": list(chunk.sizes),
             "data_offsets": [begin, end],
         }
-        offsets[item.index.fqn] = {"saved_offsets": list(chunk.offsets)}
+        offsets[name] = {"saved_offsets": list(chunk.offsets)}
     about = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     header = json.dumps({"__metadata__": about, **tensors}).encode()
     header += b" " * (-len(header) % 8)
     yield len(header).to_bytes(8, "little") + header
+    # One tensor at a time comes from the device to the host: all of them might not fit there.
     for item in items:
         tensor = planner.resolve_data(item)
         assert isinstance(tensor, Tensor)
@@ -136,6 +148,7 @@ def write(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
     sha256 = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
         for piece in pieces:
+            # Both let go of the interpreter lock, so that hashing takes no time of its own.
             hashed = thread.submit(sha256.update, piece)
             try:
                 file.write(piece)
@@ -167,12 +180,13 @@ def damage(path: Path, share: slice) -> str | None:
     """Describe what is wrong with this share of the files of a directory; None if nothing is."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        if not isinstance(manifest, dict) or not all(
-            isinstance(digest, str) for digest in manifest.values()
-        ):
+        if not isinstance(manifest, dict):
+            return "manifest.json is not one"
+        if not all(isinstance(digest, str) for digest in manifest.values()):
             return "manifest.json is not one"
         if "state.pt" not in manifest:
             return "manifest.json names no state.pt"
+        # torch would read every shard that it finds there.
         if stray := {shard.name for shard in path.glob("*.safetensors")} - manifest.keys():
             return f"{min(stray)} is not in manifest.json"
         for name, digest in sorted(manifest.items())[share]:
