@@ -241,9 +241,12 @@ class ImageReader:
     @property
     def blank(self) -> ImageRef:
         """A small gray image, for batches that have none."""
-        buffer = io.BytesIO()
-        _blank().save(buffer, format="PNG")
-        return ImageRef("blank", buffer.getvalue())
+        return ImageRef("blank", _png(_blank()))
+
+    @property
+    def dark(self) -> ImageRef:
+        """Another image of the same size."""
+        return ImageRef("dark", _png(_blank(20)))
 
     @property
     def stop_tokens(self) -> set[int]:
@@ -287,6 +290,7 @@ class ImageReader:
             text=[self.placeholder * len(pictures)],
             images=[list(pictures)],
             return_text_replacement_offsets=True,
+            return_mm_token_type_ids=False,
             return_tensors="pt",
         )
         texts = [each["replacement"] for each in out["text_replacement_offsets"][0]]
@@ -310,10 +314,16 @@ def _bytes(processed: Processed) -> int:
     return sum(tensor.nbytes for tensor in processed.tensors.values())
 
 
-def _blank() -> "Picture":
+def _blank(gray: int = 120) -> "Picture":
     from PIL import Image as pillow
 
-    return pillow.new("RGB", (32, 32), (120, 120, 120))
+    return pillow.new("RGB", (32, 32), (gray, gray, gray))
+
+
+def _png(picture: "Picture") -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return buffer.getvalue()
 
 
 def undecoded(features: Features) -> Features:

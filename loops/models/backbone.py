@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -10,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
 from .columns import Columns
+from .images import ImageInputs, has_axes, takes_token_types
 from .patches import never_repack
 from .rotary import rotate_by_sequence
-from .rows import Layout, Rows, arrange
+from .rows import Axes, Layout, Rows, arrange
 
 T = TypeVar("T")
 
@@ -28,6 +30,7 @@ class Backbone(nn.Module):
         mesh, param_dtype: of its shards, see `shard`; None if every rank has all of it.
         same_rotary: see `rotate_by_sequence`.
         columns: those of rows that this rank computes, see `context_parallel`; None for all.
+        images: reads the images of examples; None for a model that sees none.
     """
 
     read: Literal["before", "at"] = "before"
@@ -40,6 +43,7 @@ class Backbone(nn.Module):
         *,
         mesh: DeviceMesh | None = None,
         param_dtype: torch.dtype | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         who = type(self).__name__
         if isinstance(model, Backbone):
@@ -54,6 +58,7 @@ class Backbone(nn.Module):
         self.model = model
         self.mesh = mesh
         self.param_dtype = param_dtype
+        self.images = images
         never_repack(model)
         self.same_rotary = rotate_by_sequence(model)
 
@@ -72,7 +77,17 @@ class Backbone(nn.Module):
     ) -> Rows:
         """The examples laid out as input of this model, and of this rank's columns where rows are
         split.
+
+        Raises:
+            ValueError: if an example has images and the model sees none.
         """
+        if self.images is None and any(example.images for example in examples):
+            raise ValueError(
+                f"{type(self).__name__}: the batch has images, and the model no processor to read them; give "
+                "images=ImageInputs(ImageReader(processor))"
+            )
+        if self.images is not None and not any(example.images for example in examples):
+            examples = [*examples, self.images.blank]
         if layout == "shared" and self.same_rotary is not None:
             longest = max((_length(example) for example in examples), default=0)
             if longest > self.same_rotary:
@@ -88,9 +103,18 @@ class Backbone(nn.Module):
             one_row=one_row,
             blocks=attention == "flex_attention",
             multiple_of=1 if self.columns is None else self.columns.size,
+            axes=self._axes,
+            image_token=None if self.images is None else self.images.token,
             device=self.device,
         )
         return rows if self.columns is None else self.columns.reads(rows)
+
+    @property
+    def _axes(self) -> Axes | None:
+        """The rule of positions in several axes, for a model that has them and sees images."""
+        if self.images is None or not has_axes(self.plain):
+            return None
+        return partial(self.images.axes, self.plain)
 
     def gathered(self, values: T, rows: Rows) -> T:
         """Tensors of the trained tokens that this rank reads, as those of all of them."""
@@ -117,7 +141,13 @@ class Backbone(nn.Module):
             # Eager attention adds its mask to the scores.
             scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        seen: dict[str, Any] = {}
+        if self.images is not None:
+            seen = self.images.tensors(rows.shown, self.plain.dtype, self.device)
+            if takes_token_types(self.plain):
+                seen["token_type_ids"] = (rows.input_ids == self.images.token).long()
         return {
+            **seen,
             "input_ids": rows.input_ids,
             "position_ids": rows.position_ids,
             "attention_mask": mask,

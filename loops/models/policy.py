@@ -16,6 +16,7 @@ from ...kernels import Backend, Extra, LogitTransform
 from ..batch import Batch
 from .backbone import Backbone
 from .context_parallel import split_columns
+from .images import ImageInputs
 from .lm_head import (
     CannotFuse,
     Outputs,
@@ -25,7 +26,7 @@ from .lm_head import (
     logit_transform,
     operands,
 )
-from .probe import PROBE, choose_layout, objection
+from .probe import choose_layout, objection, probe_examples
 from .rows import Layout
 from .scorer import Scorer
 from .sharding import shard
@@ -50,6 +51,7 @@ class Policy(Backbone):
         mesh, param_dtype: see `shard`. All ranks of the mesh make the policy, and call together
             what computes with it: forward, ``hidden``, ``model_output``, ``logits``, ``top_k`` and
             ``teacher_outputs``.
+        images: reads the images of examples, for a vision-language model.
 
     Raises:
         ValueError: if sequences see each other in a layout that was named, or if there is a value
@@ -67,8 +69,9 @@ class Policy(Backbone):
         critic: Scorer | None = None,
         mesh: DeviceMesh | None = None,
         param_dtype: torch.dtype | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
-        super().__init__(model, mesh=mesh, param_dtype=param_dtype)
+        super().__init__(model, mesh=mesh, param_dtype=param_dtype, images=images)
         self.value_head = value_head
         self.critic = critic
         if mesh is not None:
@@ -199,8 +202,9 @@ class Policy(Backbone):
     @torch.no_grad()
     def _try_fusing(self, backend: Backend, keep_bytes: int | None) -> str | None:
         """Fuse the head; returns the reason if it can't be fused."""
-        rows = self.arranged(PROBE[:1], "padded")
-        completions = PROBE[0].completions
+        probed = probe_examples(self)[:1]
+        rows = self.arranged(probed, "padded")
+        completions = probed[0].completions
         target = torch.tensor([*completions[0], *completions[1]], device=self.device)
         try:
             self._check_head()

@@ -17,7 +17,9 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from ...data import Example
+from ...data.images import ImageRef
 from .backbone import Backbone
+from .images import ImageInputs
 from .rows import Layout, Rows
 from .sharding import local
 
@@ -29,7 +31,34 @@ PROBE = [
     Example([3, 1], [[2, 6, 4], [7, 7, 1, 5, 2]], [[True] * 3, [True] * 5]),
 ]
 
+
+def probe_examples(backbone: Backbone) -> list[Example]:
+    """The examples of a probe; for a model that sees images, some of them show one."""
+    if backbone.images is None:
+        return PROBE
+    blank = backbone.images.reader.blank
+    return seen_by(backbone.images, PROBE, blank, blank)
+
+
+def seen_by(
+    images: ImageInputs, examples: Sequence[Example], first: ImageRef, second: ImageRef
+) -> list[Example]:
+    """The two examples of a probe, in ids of words, with an image each, in unlike places, and the
+    first one once more, without an image.
+
+    Packed rows of Gemma 3 are wrong only beside text, or where images are in other places: there
+    it takes text for images.
+    """
+    words = images.as_words(examples)
+    return [
+        images.shown(words[0], first),
+        images.shown(words[1], second, after=1),
+        words[0],
+    ]
+
+
 _LOOKS_AHEAD = "tokens see later ones"
+_BLIND = "an image changes nothing that it computes"
 _SIMPLE = (bool, int, float, str, type(None))
 
 # Raised by a model that does not support an input.
@@ -130,6 +159,10 @@ def choose_layout(
                 f"model: {name} is no causal language model: a later token changes the log-probs of those before it; "
                 "give one with causal attention (a config of an encoder, such as BERT's, may have is_decoder for that)"
             )
+        if layout == "padded" and backbone.images is not None and reason == _BLIND:
+            log.warning("%s: %s; is its projector new?", name, reason)
+        elif layout == "padded" and backbone.images is not None and reason is not None:
+            raise ValueError(f"model: {name} can't be trained on images: {reason}")
         # the row for each sequence that `transformers` documents
         if reason is None or layout == "padded":
             return layout
@@ -162,6 +195,10 @@ def _layouts_to_try(config: object) -> list[Layout]:
     return layouts
 
 
+def _same(first: Tensor, second: Tensor) -> bool:
+    return bool((first.double() == second).all())
+
+
 # How far two runs may be apart, as a share of the norm of what they compute. Layers amplify
 # rounding, half precision's most of all; a wrong position or mask changes half of the norm or more,
 # so anything well below that tells the two apart. The same tokens in rows of another layout meet
@@ -186,13 +223,24 @@ def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Ten
         PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]]),
     ]
     other_prompts = [example._replace(prompt=[5, *example.prompt[1:]]) for example in PROBE]
+    probed = probe_examples(backbone)
+    other_image: list[Example] = []
+    if backbone.images is not None:
+        reader = backbone.images.reader
+        blank = reader.blank
+        # With another image in the second example, the first one must stay as it is.
+        other_tokens = seen_by(backbone.images, other_tokens, blank, reader.dark)
+        other_prompts = seen_by(backbone.images, other_prompts, blank, blank)
+        other_image = seen_by(backbone.images, PROBE, reader.dark, blank)
     runs: list[Tensor] = []
     with backbone.probing() as exact:
         try:
             if layout != "padded":
-                for examples in (PROBE, other_tokens):
+                for examples in (probed, other_tokens):
                     runs.append(output(backbone.arranged(examples, layout, one_row=True)))
-            expected = output(backbone.arranged(PROBE, "padded")).double()
+            expected = output(backbone.arranged(probed, "padded")).double()
+            if other_image and _same(output(backbone.arranged(other_image, "padded")), expected):
+                return _BLIND
             moved = output(backbone.arranged(other_prompts, "padded")).double()
         except REFUSALS as error:  # the model does not support such input
             log.info("%s refuses %s rows: %s", type(backbone.plain).__name__, layout, error)

@@ -17,7 +17,7 @@ A policy reads each trained token one position before it, where it is predicted;
 at its own position, the end of a completion or of a step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -27,8 +27,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from ...data import Example, first_fit
+from ...data.images import ImageRef
 
 Layout = Literal["padded", "packed", "shared"]
+
+# positions of the tokens of a sequence that shows these images, in several axes
+Axes = Callable[[list[int], Sequence[ImageRef]], list[list[int]]]
 
 _BLOCK = 128  # positions of a block of FlexAttention
 
@@ -38,13 +42,16 @@ class Rows:
     """Model input, and the position at which each trained token is read.
 
     Attributes:
-        input_ids, position_ids: int64 [rows, width].
+        input_ids: int64 [rows, width].
+        position_ids: int64 [rows, width]; in several axes (M-RoPE) [axes, rows, width], before
+            which packed rows have the plain positions, by which transformers makes their mask.
         attention_mask: None (packed), int64 [rows, width] (padded), or (shared) bool [rows, 1,
             width, width], or the same as blocks.
         position: int64 [tokens], index of each trained token into the flattened rows, in the token
             order of `Batch`.
         mine: bool [all tokens], the trained tokens that ``position`` is of; None for all. See
             `Columns`.
+        shown: the images of each sequence, in the order in which the flattened rows show them.
     """
 
     input_ids: Tensor
@@ -52,6 +59,7 @@ class Rows:
     attention_mask: Tensor | BlockMask | None
     position: Tensor
     mine: Tensor | None = None
+    shown: tuple[tuple[ImageRef, ...], ...] = ()
 
 
 class _Segment(NamedTuple):
@@ -59,15 +67,18 @@ class _Segment(NamedTuple):
 
     Attributes:
         tokens: their ids.
-        positions: of each token, for the model.
+        positions: of each token, for the model: plain ones, then those in several axes, if the
+            model has some.
         branches: what each token belongs to, 0 for the prompt and from 1 on for the completions.
         read_at: the offset at which each trained token is read.
+        images: that its tokens show.
     """
 
     tokens: list[int]
-    positions: list[int]
+    positions: list[list[int]]
     branches: list[int]
     read_at: list[int]
+    images: tuple[ImageRef, ...] = ()
 
 
 def arrange(
@@ -78,6 +89,8 @@ def arrange(
     one_row: bool = False,
     blocks: bool = False,
     multiple_of: int = 1,
+    axes: Axes | None = None,
+    image_token: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Rows:
     """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed
@@ -86,14 +99,18 @@ def arrange(
     With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of
     blocks. Rows are as wide as the longest segment, or the next ``multiple_of``, and filled
     first-fit, longest first: attention costs their width squared.
+
+    Args:
+        axes: gives the positions of a sequence in several axes, for a model that has them.
+        image_token: stands for what a model sees of an image.
     """
     if layout == "shared" and all(len(example.completions) == 1 for example in examples):
         layout = "packed"  # nothing to share, and no mask to store
     if layout != "shared":
         examples = _one_completion_each(examples)
-    segments = [_segment(example, read) for example in examples]
+    segments = [_segment(example, read, axes) for example in examples]
     if not segments:  # an empty batch still runs forward and backward: other ranks wait for it
-        segments = [_Segment([0], [0], [0], [])]
+        segments = [_Segment([0], [[0]], [0], [])]
 
     lengths = [len(segment.tokens) for segment in segments]
     width = sum(lengths) if one_row else max(lengths)
@@ -106,11 +123,14 @@ def arrange(
 
     # Slots that no segment covers have position 0, and so are sequences of their own, which are
     # never read. They repeat a token that is trained on: the embedding of another may be all zeros,
-    # and some models' gradients of that are NaN.
-    input_ids = slots.fill([segment.tokens for segment in segments], segments[0].tokens[0])
-    position_ids = slots.fill([segment.positions for segment in segments], 0)
+    # and some models' gradients of that are NaN. An image token would want an image.
+    words = (token for token in segments[0].tokens if token != image_token)
+    input_ids = slots.fill([segment.tokens for segment in segments], next(words))
+    position_ids = _position_ids(segments, layout, slots)
     mask = _mask(segments, layout, slots, blocks=blocks)
-    return Rows(input_ids, position_ids, mask, _read_positions(segments, slots))
+    position = _read_positions(segments, slots)
+    in_order = (segments[i].images for members in slots.rows for i in members)
+    return Rows(input_ids, position_ids, mask, position, shown=tuple(filter(None, in_order)))
 
 
 class _Slots(NamedTuple):
@@ -131,6 +151,15 @@ class _Slots(NamedTuple):
             row = list(chain.from_iterable(values[i] for i in members))
             filled.append(row + [filler] * (self.width - len(row)))
         return torch.tensor(filled, device=self.device)
+
+
+def _position_ids(segments: Sequence[_Segment], layout: Layout, slots: _Slots) -> Tensor:
+    """The position of each slot, or its positions in several axes; see `Rows`."""
+    every = range(len(segments[0].positions))
+    if layout != "packed" and len(every) > 1:
+        every = every[1:]  # a mask tells sequences apart
+    positions = [slots.fill([segment.positions[axis] for segment in segments], 0) for axis in every]
+    return positions[0] if len(positions) == 1 else torch.stack(positions)
 
 
 def _mask(
@@ -160,7 +189,7 @@ def _read_positions(segments: Sequence[_Segment], slots: _Slots) -> Tensor:
 def _one_completion_each(examples: Sequence[Example]) -> list[Example]:
     """An example for each completion, with its prompt."""
     return [
-        Example(example.prompt, [completion], [trained])
+        example._replace(completions=[completion], trained=[trained])
         for example in examples
         for completion, trained in zip(example.completions, example.trained, strict=True)
     ]
@@ -229,10 +258,13 @@ def _block_mask(owner: Tensor, branch: Tensor) -> BlockMask:
     )
 
 
-def _segment(example: Example, read: Literal["before", "at"]) -> _Segment:
+def _segment(example: Example, read: Literal["before", "at"], axes: Axes | None = None) -> _Segment:
     """The prompt of an example, and after it each completion as far as something is read."""
     start = len(example.prompt)
-    segment = _Segment(list(example.prompt), list(range(start)), [0] * start, [])
+    segment = _Segment(list(example.prompt), [list(range(start))], [0] * start, [])
+    if axes is not None:
+        segment.positions.extend(axes(example.prompt, _within(example, start)))
+    shown = start
     for branch, (completion, trained) in enumerate(
         zip(example.completions, example.trained, strict=True), start=1
     ):
@@ -248,6 +280,16 @@ def _segment(example: Example, read: Literal["before", "at"]) -> _Segment:
             for t in marked:
                 segment.read_at.append(offset + t - 1 if t else start - 1)
         segment.tokens.extend(completion[:end])
-        segment.positions.extend(range(start, start + end))
+        segment.positions[0].extend(range(start, start + end))
         segment.branches.extend([branch] * end)
-    return segment
+        shown = start + end
+        if axes is not None:
+            whole = axes(example.prompt + completion[:end], _within(example, shown))
+            for positions, added in zip(segment.positions[1:], whole, strict=True):
+                positions.extend(added[start:])
+    return segment._replace(images=_within(example, shown))
+
+
+def _within(example: Example, length: int) -> tuple[ImageRef, ...]:
+    """The images of an example that its first tokens show."""
+    return tuple(each for each in example.images if each.start + each.length <= length)

@@ -16,6 +16,7 @@ from ...data import Example
 from ..batch import Batch
 from .backbone import Backbone, evaluating
 from .context_parallel import split_columns
+from .images import ImageInputs
 from .probe import choose_layout
 from .rows import Layout, Rows
 from .sharding import shard
@@ -33,6 +34,7 @@ class Scorer(Backbone):
         read: where each marked token is read; "before", in the state it is chosen in, makes a value
             function.
         mesh, param_dtype: see `shard`. All ranks of the mesh make the scorer and call it together.
+        images: reads the images of examples, for a vision-language model.
 
     Raises:
         ValueError: if the model has no linear head of one or two outputs on its last hidden states,
@@ -49,8 +51,9 @@ class Scorer(Backbone):
         read: Literal["before", "at"] = "at",
         mesh: DeviceMesh | None = None,
         param_dtype: torch.dtype | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
-        super().__init__(model, mesh=mesh, param_dtype=param_dtype)
+        super().__init__(model, mesh=mesh, param_dtype=param_dtype, images=images)
         if mesh is not None:
             shard(self, mesh, ("hidden", "_check_head"), param_dtype=param_dtype)
         self._check_head()

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from ...objectives import Stats
 from ..batch import Batch, Weightings, collate
 from ..models.backbone import Backbone, evaluating
-from ..models.probe import PROBE
+from ..models.probe import probe_examples
 from ..models.sharding import ranks_together, whole
 from .optimizers import AT_EVALUATION
 
@@ -232,7 +232,7 @@ def prepare(
 
 def _unused(accelerator: Accelerator, policy: Backbone) -> list[str]:
     """The names of trained parameters that the outputs for a probe do not depend on."""
-    batch = collate(PROBE, device=accelerator.device)
+    batch = collate(probe_examples(policy), device=accelerator.device)
     with evaluating(policy), torch.enable_grad(), accelerator.autocast():  # draws nothing at random
         outputs = tree_leaves(policy(batch))
     sums = [each.sum() for each in outputs if isinstance(each, Tensor) and each.requires_grad]

@@ -1,11 +1,7 @@
 """Small random vision-language models of several families, with their processors, and pictures."""
 
 import copy
-import importlib.abc
 import importlib.util
-import re
-import sys
-from pathlib import Path
 
 import torch
 import transformers
@@ -13,37 +9,7 @@ from PIL import Image, ImageDraw
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-_LIBRARY = []  # of the operators of torchvision that were declared; it must stay alive
-
-
-class _DeclareOperators(importlib.abc.MetaPathFinder):
-    """Declare the operators of torchvision, without kernels, before it is imported.
-
-    The package registry's builds of torchvision are for CUDA, and don't import beside a torch
-    without it: their compiled operators are missing. Processors use none of them.
-    """
-
-    def find_spec(self, name, path=None, target=None):
-        if name != "torchvision" or _LIBRARY:
-            return None
-        _LIBRARY.append(torch.library.Library("torchvision", "DEF"))
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torchvision")
-        if spec is not None and not torch.cuda.is_available():
-            text = Path(spec.origin).with_name("_meta_registrations.py").read_text()
-            for operator in re.findall(r'register_(?:meta|fake)\("([\w:]+)"', text):
-                _LIBRARY[0].define(f"{operator.split('::')[-1]}(Tensor x) -> Tensor")
-        return spec
-
-
-def declare_torchvision():
-    """Let torchvision import where it is installed; returns whether it is."""
-    if importlib.util.find_spec("torchvision") is None:
-        return False
-    if "torchvision" not in sys.modules and not _LIBRARY:
-        sys.meta_path.insert(0, _DeclareOperators())
-    return True
-
+HAS_TORCHVISION = importlib.util.find_spec("torchvision") is not None
 
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 _SPECIAL = [
@@ -133,16 +99,17 @@ def _idefics3(kind="Idefics3"):
         pad_token_id=0,
     )
     sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
-    images = getattr(transformers, f"{kind}ImageProcessor{_pil(kind)}")(**sizes)
+    images = _image_processor(kind, **sizes)
     if kind == "Idefics3":
         return config, transformers.Idefics3Processor(images, make_tokenizer(), image_seq_len=4)
     videos = transformers.SmolVLMVideoProcessor(**sizes)
     return config, transformers.SmolVLMProcessor(images, make_tokenizer(), videos, image_seq_len=4)
 
 
-def _pil(kind):
-    """The suffix of an image processor that needs no torchvision, where that is not installed."""
-    return "" if "torchvision" in sys.modules else "Pil"
+def _image_processor(kind, **settings):
+    """An image processor; without torchvision, the one that needs none."""
+    name = f"{kind}ImageProcessor{'' if HAS_TORCHVISION else 'Pil'}"
+    return getattr(transformers, name)(**settings)
 
 
 def _llava():
@@ -155,7 +122,7 @@ def _llava():
         vision_feature_layer=-2,
     )
     size = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
-    images = getattr(transformers, f"CLIPImageProcessor{_pil('CLIP')}")(**size)
+    images = _image_processor("CLIP", **size)
     processor = transformers.LlavaProcessor(
         images,
         make_tokenizer(),
@@ -176,7 +143,8 @@ def _llava_next():
         image_grid_pinpoints=grids,
         vision_feature_select_strategy="default",
     )
-    images = getattr(transformers, f"LlavaNextImageProcessor{_pil('LlavaNext')}")(
+    images = _image_processor(
+        "LlavaNext",
         size={"shortest_edge": 28},
         crop_size={"height": 28, "width": 28},
         image_grid_pinpoints=grids,
@@ -218,7 +186,8 @@ def _llava_onevision():
 
 
 def _gemma3():
-    text = {**_TEXT, "sliding_window": 8, "query_pre_attn_scalar": 8}
+    kinds = ["sliding_attention", "full_attention"]
+    text = {**_TEXT, "sliding_window": 24, "query_pre_attn_scalar": 8, "layer_types": kinds}
     config = transformers.Gemma3Config(
         vision_config={**_SIGLIP, "num_hidden_layers": 2},
         text_config=text,
@@ -231,9 +200,7 @@ def _gemma3():
     tokenizer = make_tokenizer(
         boi_token="<start_of_image>", eoi_token="<end_of_image>", image_token="<image_soft_token>"
     )
-    images = getattr(transformers, f"Gemma3ImageProcessor{_pil('Gemma3')}")(
-        size={"height": 28, "width": 28}
-    )
+    images = _image_processor("Gemma3", size={"height": 28, "width": 28})
     return config, transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
@@ -344,6 +311,8 @@ def make(family, *, dtype=torch.float64, attention="sdpa", seed=0):
     # far from uniform, so that a wrong mask, position or image changes the numbers
     with torch.no_grad():
         for parameter in model.parameters():
+            if parameter.ndim > 1 and not parameter.any():  # Gemma 3 begins blind
+                parameter.normal_(std=0.02)
             if parameter.ndim > 1:
                 parameter.mul_(4.0)
     return model.eval(), processor
