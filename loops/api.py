@@ -5,12 +5,13 @@ Each takes the fields of its settings, in `recipes.settings`, which are those of
 and returns a `Training`: iterate over it, or call its ``train``. A field that names a model, a
 tokenizer, data, a loss, a reward, an optimizer, a teacher or a tracker may hold the object itself:
 
-    model       trained in place, as the command would train it: converted to ``dtype``, its dropout turned off; one
-                with adapters, or quantized, keeps its precision
-    output      without a directory no files are written, and what needs one (checkpoints, a precomputed reference, a
-                vLLM server) is refused
-    resume      wants the settings of the run: functions by module and name, a model by a digest of the weights that it
-                began with, which the reference is a copy of, data by a digest of its tokens
+    model       trained in place, as the command would train it: converted to ``dtype``, its dropout
+                turned off; one with adapters, or quantized, keeps its precision
+    output      without a directory no files are written, and what needs one (checkpoints, a
+                precomputed reference, a vLLM server) is refused
+    resume      wants the settings of the run: functions by module and name, a model by a digest of
+                the weights that it began with, which the reference is a copy of, data by a digest
+                of its tokens
 """
 
 import ast
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 
-def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
+def _recipe(name: str, settings: Callable[P, object]) -> "Callable[P, Training]":
     """A recipe as a function with the signature of its settings."""
 
     def recipe(*args: P.args, **kwargs: P.kwargs) -> "Training":
@@ -57,52 +58,53 @@ def _recipe(name: str, settings: Callable[P, Any]) -> "Callable[P, Training]":
         opened: Training = opener(name)(build(name, settings, values))
         return opened
 
-    vars(recipe)["__signature__"] = inspect.signature(settings).replace(
-        return_annotation="Training"
-    )
-    recipe.__name__ = recipe.__qualname__ = name
+    # what `help` and editors show: the fields of the settings, their types and their texts
+    signature = inspect.signature(settings).replace(return_annotation="Training")
+    vars(recipe)["__signature__"] = signature
+    recipe.__name__ = name
+    recipe.__qualname__ = name
     recipe.__doc__ = _documented(settings)
     return recipe
 
 
-def _refuse_names_of_trl(name: str, settings: Any, values: Mapping[str, Any]) -> None:
+def _refuse_names_of_trl(
+    name: str, settings: Callable[..., object], values: Mapping[str, object]
+) -> None:
     """Raise ValueError if arguments are TRL's, with ours in their place."""
-    foreign = {
-        each: value
-        for each, value in values.items()
-        if each not in inspect.signature(settings).parameters
-    }
+    known = inspect.signature(settings).parameters
+    foreign = {each: value for each, value in values.items() if each not in known}
     if not foreign:
         return
     from .cli.trl_python import complaint  # reads tables that other calls don't need
 
-    if message := complaint(name, settings, foreign):
+    message = complaint(name, settings, foreign)
+    if message:
         raise ValueError(message)
 
 
-def _lora(name: str, given: Any) -> Any:
+def _lora(name: str, given: object) -> object:
     """The settings of adapters; a LoraConfig of peft's in ours."""
     if type(given).__module__.partition(".")[0] == "peft":
-        from .models.adapters import settings_of_peft
+        from .models.adapters import settings_of_peft  # imports torch and peft
 
         return settings_of_peft(given)
-    if isinstance(given, Mapping) and (complaint := Lora.complaint(given)):
-        raise ValueError(f"{name}: {complaint}")
+    if isinstance(given, Mapping):
+        complaint = Lora.complaint(given)
+        if complaint:
+            raise ValueError(f"{name}: {complaint}")
     return given
 
 
-def _documented(settings: Callable[..., Any]) -> str:
-    """The docstring of a recipe: that of its settings, and the text under each of their fields, as
-    ``Args:``.
-    """
+def _documented(settings: Callable[..., object]) -> str:
+    """The docstring of a recipe: its settings' own, and the text of each field as ``Args:``."""
     texts = _field_docs(settings)
     lines = [
-        f"{settings.__doc__}",
+        str(settings.__doc__),
         "",
         "Objects may stand for names, as of the model; see `burnish.loops.api`.",
         "",
+        "Args:",
     ]
-    lines += ["Args:"]
     for name in inspect.signature(settings).parameters:
         entry = f"{name}: {texts.get(name, '')}".rstrip()
         lines += textwrap.wrap(entry, 110, initial_indent="    ", subsequent_indent=" " * 8)
@@ -112,25 +114,26 @@ def _documented(settings: Callable[..., Any]) -> str:
 def _field_docs(settings: Any) -> dict[str, str]:
     """The text under each field of a dataclass and its bases, by field."""
     texts: dict[str, str] = {}
-    for each in reversed(settings.__mro__[:-1]):  # without `object`
+    # A class that sets a field anew documents it anew: bases first, without `object`.
+    for each in reversed(settings.__mro__[:-1]):
         texts |= _documented_fields(inspect.getfile(each)).get(each.__name__, {})
     return texts
 
 
 @cache
 def _documented_fields(path: str) -> dict[str, dict[str, str]]:
-    """The string under each annotated name of every class of a file, by class; none where there is
-    no source.
-    """
+    """The string under each annotated name, for each class of a file; none without its source."""
     if not Path(path).is_file():
         return {}
-    classes = [
-        node for node in ast.parse(Path(path).read_text()).body if isinstance(node, ast.ClassDef)
-    ]
-    return {node.name: _strings_below(node) for node in classes}
+    found = {}
+    for node in ast.parse(Path(path).read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = _strings_below(node)
+    return found
 
 
 def _strings_below(node: ast.ClassDef) -> dict[str, str]:
+    """The string that follows each annotated name in the body of a class."""
     found = {}
     for field, text in pairwise(node.body):
         match field, text:

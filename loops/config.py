@@ -1,5 +1,4 @@
-"""Settings that recipes share: frozen dataclasses whose fields are the YAML keys and the
-command-line flags.
+"""Settings that recipes share: frozen dataclasses, whose fields are YAML keys and flags.
 
 The type of a field says its range. The command line checks it while it parses, `Settings` where
 Python builds one. From Python, a field that names something may hold the object itself.
@@ -22,12 +21,12 @@ from typing import (
     get_type_hints,
 )
 
-# for a type checker, ranges are plain numbers, and a name may be the object itself
+# For a type checker, ranges are plain numbers, and a name may be the object itself.
 if TYPE_CHECKING:
     Named = Any
     Source = Any
-    LossMix = str | Callable[..., Any] | Mapping[Any, Any]
-    RewardMix = LossMix | Sequence[str | Callable[..., Any]]
+    LossMix = str | Callable[..., object] | Mapping[Any, Any]
+    RewardMix = LossMix | Sequence[str | Callable[..., object]]
     PositiveInt = int
     NonNegativeInt = int
     PositiveFloat = float
@@ -79,20 +78,23 @@ class Settings:
     prefix: ClassVar[str] = ""  # of its fields in messages, if it is part of other settings
 
     def __post_init__(self) -> None:
-        settings: Any = type(self)
+        settings: Any = type(self)  # which mypy takes for unhashable
         for name, hint in _hints(settings).items():
             value = getattr(self, name)
             if isinstance(value, os.PathLike):
-                object.__setattr__(self, name, value := os.fspath(value))
-            if complaint := range_complaint(value, hint):
+                value = os.fspath(value)
+                object.__setattr__(self, name, value)  # the class is frozen
+            complaint = range_complaint(value, hint)
+            if complaint:
                 raise ValueError(f"{self.prefix}{name}: {complaint}")
-            # from the command line; YAML and checkpoints hold plain numbers
+            # The command line's numbers know their range; YAML and checkpoints hold plain ones.
             if hasattr(value, "_expression"):
                 object.__setattr__(self, name, value._type(value))
 
     def refuse_contradictions(self) -> None:
-        """Check all rules together: the command does before it imports torch, and a run before it
-        opens.
+        """Check all rules together.
+
+        The command does so before it imports torch, and a run before it opens.
 
         Raises:
             ValueError: lists each setting that contradicts another.
@@ -114,44 +116,43 @@ class Settings:
 
 
 def several(complaints: Sequence[str]) -> str:
-    """One message of some complaints: the only one as it is, or how many there are and a line for
-    each.
-    """
+    """One message of some complaints: the only one, or their number and a line for each."""
     if len(complaints) == 1:
         return complaints[0]
     return "\n  ".join([f"{len(complaints)} mistakes", *complaints])
 
 
 def losses_named(mix: "LossMix | None") -> set[str]:
-    """The names of the losses of a mix; a function, whose name is not known before it is found, has
-    none.
-    """
+    """The names of the losses of a mix; a function has none, as rules know it by no name."""
     losses = mix if isinstance(mix, Mapping) else [mix]
     return {loss for loss in losses if isinstance(loss, str)}
 
 
-_hints = cache(get_type_hints)
+_hints = cache(get_type_hints)  # they evaluate the text of annotations each time
 
 
-def _default(each: "Field[Any]") -> Any:
+def _default(each: "Field[object]") -> object:
     return each.default_factory() if each.default_factory is not MISSING else each.default
 
 
-def range_complaint(value: Any, hint: Any) -> str | None:
+def range_complaint(value: object, hint: object) -> str | None:
     """Describe the range or the choices that a value violates; None if its type accepts it."""
-    if any(_takes(kind, value) for kind in kinds(hint)):
+    alternatives = kinds(hint)
+    if any(_takes(kind, value) for kind in alternatives):
         return None
-    for kind in kinds(hint):
+    for kind in alternatives:
         with suppress(AttributeError, ValueError):
-            kind._type(str(value))  # it is a number
+            kind._type(str(value))  # it is a number, though out of range
             return f"must be {_readable_range(kind)}, got {value}"
-    verb = "must be" if any(get_origin(kind) is Literal for kind in kinds(hint)) else "wanted"
+    has_choices = any(get_origin(kind) is Literal for kind in alternatives)
+    verb = "must be" if has_choices else "wanted"
     return f"{verb} {wording(hint)}, got {value!r}"
 
 
-def _takes(kind: Any, value: Any) -> bool:
-    """False if a value is out of range or not among the choices; other types are checked where they
-    are used.
+def _takes(kind: Any, value: object) -> bool:
+    """False if a value is out of range or not among the choices.
+
+    Other types are checked where they are used: the object itself may stand for its name.
     """
     if get_origin(kind) is Literal:
         return value in get_args(kind)
@@ -160,45 +161,59 @@ def _takes(kind: Any, value: Any) -> bool:
             kind(value)
             return True
         return False
-    return isinstance(value, kind) if kind in (bool, type(None)) or is_dataclass(kind) else True
+    if kind in (bool, type(None)) or is_dataclass(kind):
+        return isinstance(value, kind)
+    return True
 
 
-def wording(hint: Any) -> str:
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+
+
+def wording(hint: object) -> str:
     """A type in words: ``a whole number > 0 or null``."""
-    simple = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        type(None): "null",
-    }
-    words = []
-    for kind in kinds(hint):
-        if get_origin(kind) is Literal:
-            choices = (
-                str(each).lower() if isinstance(each, bool) else str(each)
-                for each in get_args(kind)
-            )
-            listed = ", ".join(choices)
-            words.append(f"one of {listed}" if "," in listed else listed)
-        elif getattr(kind, "_type", None) is str:
-            words.append("a name")
-        elif hasattr(kind, "_expression"):
-            words.append(f"{simple[kind._type]} {_readable_range(kind)}")
-        elif get_origin(kind) is dict:
-            words.append(f"a mapping {{name: {wording(get_args(kind)[1])}}}")
-        elif is_dataclass(kind):
-            words.append(f"a mapping of {', '.join(each.name for each in fields(kind)[:3])}, ...")
-        elif get_origin(kind) is list:
-            words.append(f"a list [{wording(get_args(kind)[0])}, ...]")
-        else:
-            words.append(simple.get(kind, "a value"))
-    return " or ".join(words)
+    return " or ".join(map(_wording, kinds(hint)))
 
 
-def kinds(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type."""
-    return get_args(hint) if get_origin(hint) in (Union, type(int | None)) else (hint,)
+def _wording(kind: Any) -> str:
+    """One alternative of a type in words."""
+    if get_origin(kind) is Literal:
+        choices = []
+        for choice in get_args(kind):
+            written = str(choice)
+            choices.append(written.lower() if isinstance(choice, bool) else written)
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+    if getattr(kind, "_type", None) is str:
+        return "a name"
+    if hasattr(kind, "_expression"):
+        return f"{_WORDS[kind._type]} {_readable_range(kind)}"
+    if get_origin(kind) is dict:
+        _, values = get_args(kind)
+        return f"a mapping {{name: {wording(values)}}}"
+    if is_dataclass(kind):
+        first = [each.name for each in fields(kind)[:3]]
+        return f"a mapping of {', '.join(first)}, ..."
+    if get_origin(kind) is list:
+        (items,) = get_args(kind)
+        return f"a list [{wording(items)}, ...]"
+    return _WORDS.get(kind, "a value")
+
+
+def kinds(hint: object) -> tuple[Any, ...]:
+    """The alternatives of a type: both of ``int | None``, or the type alone.
+
+    They are classes, Literal, and jsonargparse's numbers with a range: `PositiveInt` has a `_type`,
+    int, and an `_expression`, "v>0".
+    """
+    # `int | None` and `Optional[int]` have different origins
+    if get_origin(hint) in (Union, type(int | None)):
+        return get_args(hint)
+    return (hint,)
 
 
 def _readable_range(kind: Any) -> str:
@@ -208,9 +223,7 @@ def _readable_range(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Lora(Settings):
-    """Train low-rank adapters instead of the model (Hu et al. 2021, arXiv:2106.09685), through
-    peft.
-    """
+    """Train low-rank adapters of peft instead of the model (Hu et al. 2021, arXiv:2106.09685)."""
 
     prefix = "lora."
 
@@ -249,7 +262,8 @@ class Lora(Settings):
     def contradictions(self) -> Iterator[str]:
         """Yield the settings of new adapters where no new ones are made."""
         changed = [each.name for each in fields(self) if getattr(self, each.name) != _default(each)]
-        if not self.enabled and (complaint := self.complaint(changed)):
+        complaint = self.complaint(changed)
+        if complaint and not self.enabled:
             yield complaint
         own = [name for name in changed if name not in ("r", "path")]
         if self.path is not None and own:
@@ -259,8 +273,8 @@ class Lora(Settings):
     def complaint(cls, given: Collection[str]) -> str:
         """Say what is wrong with giving these fields and no others, or nothing."""
         names = [str(name) for name in given]
-        # told by name, and may mean the rank
         unknown = {*names} - {each.name for each in fields(cls)}
+        # an unknown name is told of elsewhere, and may mean the rank
         if not names or unknown or {"r", "path"} & {*names}:
             return ""
         return (
@@ -280,8 +294,9 @@ class Lora(Settings):
 
 @dataclass(frozen=True)
 class Parallel(Settings):
-    """How the ranks that torchrun or accelerate launch started share the model; each trains on data
-    of its own.
+    """How the ranks that torchrun or accelerate launch started share the model.
+
+    Each trains on data of its own.
     """
 
     prefix = "parallel."
@@ -458,9 +473,8 @@ class Common(Settings):
     """
     tf32: bool | None = None
     """Compute products of float32 factors in TF32, on GPUs that have it: faster, with 10 bits of a
-    factor instead of
-    23. null leaves torch.set_float32_matmul_precision as it is; in bfloat16 few products are of
-        float32 factors.
+    factor instead of 23. null leaves torch.set_float32_matmul_precision as it is; in bfloat16 few
+    products are of float32 factors.
     """
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
@@ -565,9 +579,8 @@ class Common(Settings):
     def _without_evaluation(self) -> Iterator[str]:
         """Yield the settings that follow held-out data where there are none."""
         held_out = self.eval_data is not None
-        if self.schedule in ("reduce_lr_on_plateau", "greedy") and not (
-            held_out and self.eval_every
-        ):
+        follows = self.schedule in ("reduce_lr_on_plateau", "greedy")
+        if follows and not (held_out and self.eval_every):
             yield f"schedule {self.schedule}: follows the loss of evaluations; give --eval_data and --eval_every"
         if self.load_best_model_at_end and self.keep_best is None:
             yield "load_best_model_at_end: wanted a metric to be the best by; give keep_best, such as eval/loss"
@@ -575,11 +588,9 @@ class Common(Settings):
             yield "hub.every: wanted a metric to be the best by; give keep_best, such as eval/loss"
         metric = (self.keep_best or "eval/").removeprefix("max:")
         if not metric.startswith("eval/") or (self.keep_best and not held_out):
+            wanted = "wanted a metric of eval_data, such as eval/loss or max:eval/reward"
             and_none = "" if held_out else " and no eval_data"
-            yield (
-                f"keep_best: wanted a metric of eval_data, such as eval/loss or max:eval/reward, got "
-                f"{self.keep_best!r}{and_none}"
-            )
+            yield f"keep_best: {wanted}, got {self.keep_best!r}{and_none}"
 
     @property
     def longest(self) -> int | None:
@@ -628,12 +639,10 @@ class Referenced(Settings):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        config: Any = self  # the fields of `Common` are beside these in every recipe
-        if (
-            self.reference == "adapters_off"
-            and isinstance(config.model, str)
-            and not config.lora.enabled
-        ):
+        assert isinstance(self, Common)  # whose fields are beside these in every recipe
+        config: Common = self
+        is_plain = isinstance(config.model, str) and not config.lora.enabled
+        if self.reference == "adapters_off" and is_plain:
             yield "reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy"
         whole = not (self.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
         if self.ref_model_sync_steps and not (whole and self.reference in ("auto", "copy")):
@@ -645,9 +654,7 @@ class Referenced(Settings):
 
 @dataclass(frozen=True)
 class Teacher(Settings):
-    """The model that a student learns the next token's distribution from, and the divergence from
-    it.
-    """
+    """The model whose distribution of the next token a student learns, and the divergence."""
 
     prefix = "teacher."
 

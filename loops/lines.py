@@ -1,6 +1,4 @@
-"""Files of JSON lines that are read though some lines are damaged: a log must never keep a run from
-going on.
-"""
+"""Files of JSON lines, read though some lines are damaged: no log may keep a run from going on."""
 
 import json
 import os
@@ -27,18 +25,16 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file, one at a time. Half a line at the end is left out: its writer was
-    killed.
-    """
+    """The lines of a file, one at a time, without half a line at the end: its writer was killed."""
     with path.open("rb") as file:
         while line := file.readline(_LONGEST):
+            # too long is damaged, which `sift` has to see
             if line.endswith(b"\n") or len(line) == _LONGEST:
                 yield line
 
 
 def sift(path: Path, keep: Callable[[bytes], bool]) -> int:
-    """Rewrite a file with those of its lines that are kept; unreadable ones are added to
-    ``<name>.damaged``.
+    """Rewrite a file with the lines that are kept, and add unreadable ones to ``<name>.damaged``.
 
     A file that is not there is left so, and what can't be read at all, such as a directory of this
     name, is moved out of the way.
@@ -64,10 +60,12 @@ def sift(path: Path, keep: Callable[[bytes], bool]) -> int:
                 except ValueError:
                     damaged.append(line)
                     count += 1
-                    if len(damaged) == 1000:
+                    if len(damaged) == 1000:  # memory is bounded, whatever the file is
                         _set_aside(path, damaged)
                 else:
-                    whole.write(line if kept else b"")
+                    if kept:
+                        whole.write(line)
+            # on the disk before the old file is replaced
             whole.flush()
             os.fsync(whole.fileno())
     except (IsADirectoryError, PermissionError):
@@ -85,9 +83,7 @@ def damaged_of(path: Path) -> Path:
 
 
 def move_aside(path: Path) -> Path:
-    """Move a file that can't be read out of the way; returns its new place, which nothing else
-    has.
-    """
+    """Move a file that can't be read to a free place, and return that."""
     place = _free(path)
     path.rename(place)
     return place

@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 _BURNISH = __name__.partition(".")[0]
 _VARIABLE = "BURNISH_NO_CODE"
@@ -24,8 +23,10 @@ _VARIABLE = "BURNISH_NO_CODE"
 
 @contextmanager
 def burnish_alone(refuse: bool = True) -> Iterator[None]:
-    """Refuse all code but burnish's own that a configuration names, as ``--no_code`` does;
-    processes that are started meanwhile refuse it, too."""
+    """Refuse all code but burnish's own that a configuration names, as ``--no_code`` does.
+
+    Processes that are started meanwhile refuse it, too: it is a variable of the environment.
+    """
     before = os.environ.get(_VARIABLE)
     if refuse:
         os.environ[_VARIABLE] = "1"
@@ -58,7 +59,7 @@ def check_module(who: str, module: str) -> None:
         )
 
 
-def check_home(who: str, module: str, found: Any) -> None:
+def check_home(who: str, module: str, found: object) -> None:
     """Check that an object is defined in the named module, or in another one of the same package.
 
     Raises:
@@ -76,8 +77,8 @@ def check_home(who: str, module: str, found: Any) -> None:
         )
 
 
-def home_of(found: Any) -> str:
-    """The module that defines a function or a class; of another object, that of its class."""
+def home_of(found: object) -> str:
+    """The module that defines a function or a class; of another object, its class's module."""
     while isinstance(found, partial):
         found = found.func
     if not isinstance(getattr(found, "__module__", None), str):
@@ -89,38 +90,50 @@ def package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def code_names(config: Any) -> Iterator[tuple[str, str]]:
-    """Each setting of a configuration that names code as ``module:object``, and the name."""
-    named = [("optimizer", getattr(config, "optimizer", None))]
-    named += [("loss", loss) for loss in _names(getattr(config, "loss", None))]
-    named += [("reward", reward) for reward in _rewards(getattr(config, "rewards", None))]
+def code_names(config: object) -> Iterator[tuple[str, str]]:
+    """Yield each setting of a configuration that names code as ``module:object``, and the name.
+
+    Args:
+        config: of any recipe; a setting that it has not names nothing.
+    """
     environment = getattr(config, "environment", None)
-    named += [("environment", name) for name in _names(environment)]
-    if isinstance(environment, Mapping):
-        for settings in environment.values():
-            tools = settings.get("tools") if isinstance(settings, Mapping) else None
-            named += [("tool", tool) for tool in _names(tools)]
-    for setting, name in named:
-        if isinstance(name, str) and ":" in name:
-            yield setting, name
+    named = {
+        "optimizer": _names(getattr(config, "optimizer", None)),
+        "loss": _names(getattr(config, "loss", None)),
+        "reward": _rewards(getattr(config, "rewards", None)),
+        "environment": _names(environment),
+        "tool": _tools(environment),
+    }
+    for setting, names in named.items():
+        for name in names:
+            if isinstance(name, str) and ":" in name:  # else burnish's, or an object itself
+                yield setting, name
 
 
-def _names(value: Any) -> Iterable[Any]:
+def _names(value: object) -> Iterable[object]:
     """The names in a setting that is one name, a list of names, or a mapping with names as keys."""
     if value is None:
         return ()
     return value if isinstance(value, Mapping | list | tuple) else [value]
 
 
-def _rewards(spec: Any) -> Iterator[Any]:
-    """The names of rewards, and of those that other rewards ask."""
+def _rewards(spec: object) -> Iterator[object]:
+    """The names of rewards, and of other rewards that these ask."""
     for key in _names(spec):
         settings = spec[key] if isinstance(spec, Mapping) else None
         if isinstance(settings, Mapping):
-            yield settings.get("function", key)
+            yield settings.get("function", key)  # one function may be named by several rewards
             yield settings.get("correct")
         else:
             yield key
+
+
+def _tools(environment: object) -> Iterator[object]:
+    """The tools that environments offer: ``{tools: {tools: [my_tools:search]}}``."""
+    if isinstance(environment, Mapping):
+        for settings in environment.values():
+            if isinstance(settings, Mapping):
+                yield from _names(settings.get("tools"))
 
 
 def module_of(name: str) -> str:
@@ -128,7 +141,7 @@ def module_of(name: str) -> str:
     return name.replace(".py:", ":").partition(":")[0]
 
 
-def check_names(config: Any) -> None:
+def check_names(config: object) -> None:
     """Check all names of a configuration before anything is imported, as `check_module` does.
 
     Raises:
@@ -145,32 +158,34 @@ def check_names(config: Any) -> None:
         )
 
 
-def _server_code(config: Any) -> Iterator[tuple[str, str]]:
-    """Settings of a vLLM server that could run code in it: an interpreter, and texts among its
-    flags and variables.
+def _server_code(config: object) -> Iterator[tuple[str, str]]:
+    """Yield settings of a vLLM server that could run code in it, and what of them could.
+
+    They are an interpreter, and texts among its flags and variables.
     """
     vllm = getattr(config, "vllm", None)
-    if python := getattr(vllm, "python", None):
+    python = getattr(vllm, "python", None)
+    if python:
         yield "vllm.python", str(python)
     for setting in ("environment", "options"):
         values = getattr(vllm, setting, None) or {}
-        if named := [key for key, value in values.items() if not _is_harmless(key, value)]:
+        named = [key for key, value in values.items() if not _is_harmless(key, value)]
+        if named:
             yield f"vllm.{setting}", ", ".join(named)
 
 
-def _is_harmless(key: str, value: Any) -> bool:
-    """True for numbers and switches, such as a length or the devices 0,1; a text may name a file or
-    a module.
+def _is_harmless(key: str, value: object) -> bool:
+    """True for numbers and switches, such as a length or the devices 0,1.
+
+    A text may name a file or a module, and the switch trust_remote_code runs a model's.
     """
     if isinstance(value, str):
         return re.fullmatch(r"[\d.,]*", value) is not None
     return isinstance(value, int | float) and "code" not in key
 
 
-def whose_code(config: Any) -> str:
-    """One line that says whose code a configuration runs besides burnish's. Nothing is imported for
-    it.
-    """
+def whose_code(config: object) -> str:
+    """Say in one line whose code a configuration runs besides burnish's; nothing is imported."""
     packages = {package_of(module_of(name)) for _, name in code_names(config)} - {_BURNISH}
     sources = [_source(package) for package in sorted(packages)]
     sources += [f"{setting} ({named})" for setting, named in _server_code(config)]
@@ -185,7 +200,8 @@ def _source(package: str) -> str:
         return f"{package} {version(package)}"
     file = Path(f"{package}.py").absolute()
     with suppress(ImportError, ValueError):
-        if spec := importlib.util.find_spec(package):  # a name without a dot: nothing is imported
+        spec = importlib.util.find_spec(package)  # a name without a dot: nothing is imported
+        if spec:
             return f"{package} ({spec.origin or 'a folder'})"
     if file.exists():
         return f"{package} ({file})"

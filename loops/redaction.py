@@ -1,5 +1,4 @@
-"""Secrets in settings: left out of files, trackers and messages, and taken from the environment by
-``${ENV:NAME}``.
+"""Secrets in settings: left out of what is written, and taken from the environment.
 
 A text is a secret by the name of its setting (api_key, HF_TOKEN, client_secret, password), by its
 own form (sk-..., hf_...), or as the login in a URL. Names are compared by whole words: max_tokens,
@@ -15,71 +14,35 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 MARK = "<redacted>"
-_SECRET_WORDS = {
-    "secret",
-    "password",
-    "passwd",
-    "passphrase",
-    "credential",
-    "credentials",
-    "apikey",
-}
-# Words before "token" and "key" with which they are no secrets: special tokens, and names of
-# columns or fields.
-_PLAIN_TOKENS = {
-    "bos",
-    "eos",
-    "pad",
-    "unk",
-    "sep",
-    "cls",
-    "mask",
-    "image",
-    "audio",
-    "video",
-    "boi",
-    "eoi",
-    "think",
-}
-_PLAIN_TOKENS |= {"start", "stop", "end", "special", "prompt"}
-_PLAIN_KEYS = {
-    "answer",
-    "prompt",
-    "completion",
-    "text",
-    "message",
-    "messages",
-    "question",
-    "image",
-    "label",
-    "target",
-}
-_PLAIN_KEYS |= {
-    "score",
-    "reward",
-    "id",
-    "row",
-    "column",
-    "field",
-    "data",
-    "dict",
-    "json",
-    "map",
-    "sort",
-    "group",
-}
-_PLAIN_KEYS |= {"index", "primary", "foreign", "public", "cache", "partition"}
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SECRET_WORDS = _words("secret password passwd passphrase credential credentials apikey")
+# Words before "token" with which it is no secret: special tokens (pad_token, end_token).
+_PLAIN_TOKENS = _words(
+    "bos eos pad unk sep cls mask image audio video boi eoi think start stop end special prompt"
+)
+# Words before "key" with which it is no secret: names of columns or fields (answer_key, sort_key).
+_PLAIN_KEYS = _words(
+    "answer prompt completion text message messages question image label target score reward id "
+    "row column field data dict json map sort group index primary foreign public cache partition"
+)
 _SHORTEST = 8  # characters of a key or a token; shorter ones name something
-# what alone is called key or token, and is no word
+# The value of a setting that is called "key" or "token" alone: a secret is no word of a language.
 _OPAQUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{20,}")
-_KNOWN = re.compile(  # keys that say by their form what they are
+# Keys that say by their form whose they are: OpenAI and Stripe, Hugging Face, GitHub, GitLab,
+# Slack, AWS, Google, and JSON web tokens.
+_KNOWN = re.compile(
     r"\b(?:(?:sk|rk|pk)-[\w-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}"
     r"|xox[abprs]-[\w-]{10,}|AKIA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+)"
 )
-# user:password of a URL, unless a reference
+# The user:password of a URL, unless it is a reference.
 _LOGIN = re.compile(r"(?<=://)(?![^/\s@]*\$\{ENV:)[^/\s@'\"]+(?=@)")
 _REFERENCE = re.compile(r"\$\{ENV:([A-Za-z_]\w*)\}")
-# settings in which references are read
+# Settings in which references are read.
 _USED = ("rewards", "environment", "vllm", "data", "eval_data")
 
 _known_values: set[str] = set()  # secrets of this process, which messages leave out
@@ -102,7 +65,7 @@ def is_secret(name: str, value: str) -> bool:
     return before[-1] not in plain and len(value) >= _SHORTEST and not re.search(r"\s", value)
 
 
-def redacted(value: Any, name: str = "") -> Any:
+def redacted(value: object, name: str = "") -> Any:
     """Settings without their secrets, in place of which there is `MARK`.
 
     Args:
@@ -137,8 +100,9 @@ class HidingFormatter(logging.Formatter):
 
 
 def resolved(value: Any) -> Any:
-    """Texts, lists and mappings with the values of variables in place of each ``${ENV:NAME}``;
-    objects as they are.
+    """Settings with the value of the variable in place of each ``${ENV:NAME}``.
+
+    Only texts, lists and dicts are looked into; other objects are returned as they are.
 
     Raises:
         ValueError: names a variable that is not set.
@@ -151,13 +115,17 @@ def resolved(value: Any) -> Any:
 
 
 def resolved_data(source: Any) -> Any:
-    """A source of data with the values of variables; rows, which Python may give in its place, stay
-    as they are.
-    """
+    """A source of data with the values of variables; rows in its place stay as they are."""
     parts = source if type(source) is list else [source]
-    named = all(isinstance(part, str) or (type(part) is dict and "path" in part) for part in parts)
-    mixture = type(source) is dict and all(isinstance(path, str) for path in source)
-    return resolved(source) if named or mixture else source
+    is_mixture = type(source) is dict and all(isinstance(path, str) for path in source)
+    if is_mixture or all(map(_names_data, parts)):
+        return resolved(source)
+    return source
+
+
+def _names_data(part: object) -> bool:
+    """True for a path, or the fields of a part, which have one; false for a row."""
+    return isinstance(part, str) or (type(part) is dict and "path" in part)
 
 
 def _variable(reference: re.Match[str]) -> str:
@@ -172,9 +140,8 @@ def _variable(reference: re.Match[str]) -> str:
     return value
 
 
-def check_settings(config: Any) -> None:
-    """Check references and marks of a configuration before the run is opened, and learn its secrets
-    for `hide`.
+def check_settings(config: object) -> None:
+    """Check references and marks of a configuration, and learn its secrets for `hide`.
 
     Raises:
         ValueError: if a variable is not set, a reference stands where none is read, or a secret was
@@ -200,8 +167,8 @@ def check_settings(config: Any) -> None:
             _known_values.add(value)
 
 
-def _texts(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each text in settings, with the names that lead to it."""
+def _texts(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each text in settings, with the names that lead to it: (("vllm", "api_key"), "sk-...")."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

@@ -10,12 +10,14 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from types import ModuleType
 from typing import Any
 
 from .own_code import check_home, check_module, module_of
 
 # Errors by which libraries refuse a value.
 _REFUSALS = (ValueError, OSError, RuntimeError, ImportError, pickle.UnpicklingError)
+# Packages whose other errors are bugs; an error of any other module is of the user's own code.
 _LIBRARIES = (
     __name__.partition(".")[0],
     "torch",
@@ -26,32 +28,44 @@ _LIBRARIES = (
     "schedulefree",
 )
 # Names of other libraries, and ours.
-MEANT = {"batch_size": "prompts_per_rollout", "old": "old_logprobs", "lr": "learning_rate"}
-MEANT |= {name: "dtype" for name in ("bf16", "precision", "mixed_precision")}
+MEANT = {
+    "batch_size": "prompts_per_rollout",
+    "old": "old_logprobs",
+    "lr": "learning_rate",
+    "bf16": "dtype",
+    "precision": "dtype",
+    "mixed_precision": "dtype",
+}
 _LISTED = 30  # maximal number of names that a message lists
 
 
 def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """``complaint 'name'``, followed by the known name that begins with it or is nearest; if none
-    is near, by all of them unless they are many."""
+    """Suggest a known name: ``complaint 'lerning_rate', did you mean 'learning_rate'?``
+
+    It is the one that is meant by another library's, that begins with the name, or that is nearest
+    to it. If there is none, all of them are listed unless they are many.
+    """
     names = sorted(map(str, known))
-    near = (
-        [MEANT[name]]
-        if MEANT.get(name) in names
-        else [each for each in names if name and each.startswith(name)]
-    )
-    near = near or difflib.get_close_matches(name, names, 3, cutoff)
-    if near:  # typing errors are rarely in the first letter
-        return f"{complaint} {name!r}, did you mean {max(near, key=lambda each: each[:1] == name[:1])!r}?"
-    return f"{complaint} {name!r}" + (
-        f"; there are {', '.join(names)}" if len(names) <= _LISTED else ""
-    )
+    near: list[str] = []
+    if MEANT.get(name) in names:
+        near = [MEANT[name]]
+    elif name:
+        near = [each for each in names if each.startswith(name)]
+    if not near:
+        near = difflib.get_close_matches(name, names, 3, cutoff)
+    if near:
+        # typing errors are rarely in the first letter
+        same_letter = [each for each in near if each[:1] == name[:1]]
+        meant = (same_letter or near)[0]
+        return f"{complaint} {name!r}, did you mean {meant!r}?"
+    if len(names) > _LISTED:
+        return f"{complaint} {name!r}"
+    return f"{complaint} {name!r}; there are {', '.join(names)}"
 
 
 @contextmanager
 def as_setting_error(setting: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn an error of a library, or of the user's own code, about a setting into a ValueError that
-    names the setting.
+    """Turn an error of a library or of the user's code into a ValueError that names the setting.
 
     Args:
         kinds: errors to turn; by default those by which libraries refuse a value. With `Exception`,
@@ -60,29 +74,42 @@ def as_setting_error(setting: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        # torch's OutOfMemoryError is a RuntimeError, and no fault of a setting's value
         if not isinstance(error, kinds or _REFUSALS) or type(error).__name__ == "OutOfMemoryError":
             raise
-        text = (
-            " ".join(line.strip() for line in str(error).strip().splitlines()[:3])
-            or type(error).__name__
-        )
-        if "trust_remote_code" in str(error):
-            text = (
-                "needs code that comes with it, which is not run; read that code, load model and tokenizer in Python "
-                "with trust_remote_code=True, and pass these instead of the name"
-            )
-        elif isinstance(error, pickle.UnpicklingError):
-            text = "is pickled with more than tensors, which could run code, and is not loaded; save it as safetensors"
+        text = _said_by(error)
         if Exception in kinds:
-            last: Any = traceback.extract_tb(error.__traceback__)[-1]
-            last, text = (error, error.msg) if isinstance(error, SyntaxError) else (last, text)
-            text = f"{last.filename} line {last.lineno}: {type(error).__name__}: {text}"
+            text = f"{_where(error)}: {type(error).__name__}: {text}"
         raise ValueError(f"{setting}: {text}") from error
 
 
+def _said_by(error: Exception) -> str:
+    """What an error says, in one line; what to do, where a library's advice is not to be followed."""
+    if "trust_remote_code" in str(error):
+        return (
+            "needs code that comes with it, which is not run; read that code, load model and tokenizer in Python "
+            "with trust_remote_code=True, and pass these instead of the name"
+        )
+    if isinstance(error, pickle.UnpicklingError):
+        return "is pickled with more than tensors, which could run code, and is not loaded; save it as safetensors"
+    if isinstance(error, SyntaxError):
+        return error.msg
+    lines = [line.strip() for line in str(error).strip().splitlines()[:3]]
+    return " ".join(lines) or type(error).__name__
+
+
+def _where(error: Exception) -> str:
+    """The file and the line of the user's code that raised an error, or can't be parsed."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename} line {error.lineno}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{last.filename} line {last.lineno}"
+
+
 def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
-    """The object of a shipped name, or of ``module:object``; modules of the working directory are
-    found too.
+    """Import the object of a shipped name, or of ``module:object``.
+
+    Modules of the working directory are found too.
 
     Raises:
         ValueError: names the nearest or all known names; or if the module may not be named, or has
@@ -90,46 +117,53 @@ def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
     """
     place = shipped.get(name, name)
     if ":" not in place:
-        raise ValueError(
-            nearest(f"{kind}: no", name, shipped) + " (your own is named module:function)"
-        )
-    module, attribute = module_of(place), place.rpartition(":")[2]
-    if name not in shipped:
-        check_module(f"{kind} {name}", module)
-    if name not in shipped and os.getcwd() not in sys.path:
+        complaint = nearest(f"{kind}: no", name, shipped)
+        raise ValueError(f"{complaint} (your own is named module:function)")
+    module = module_of(place)
+    attribute = place.rpartition(":")[2]
+    if name in shipped:
+        return getattr(importlib.import_module(module, package), attribute)
+
+    who = f"{kind} {name}"
+    check_module(who, module)
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a console script does not look there
-    try:
-        found = importlib.import_module(module, package if name in shipped else None)
-    except Exception as error:
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and error.name is not None
-            and module.startswith(error.name)
-        ):
-            problem = f"no module {module!r} in {os.getcwd()} or among the installed packages"
-            raise ValueError(f"{kind} {name}: {problem}") from error
-        if name in shipped:
-            raise
-        with as_setting_error(f"{kind} {name}", Exception):
-            raise
+    found = _imported(who, module)
     if not hasattr(found, attribute):
-        public = [
-            word
-            for word, value in vars(found).items()
-            if callable(value) and not word.startswith("_")
-        ]
-        raise ValueError(nearest(f"{kind} {name}: {module} has no", attribute, public))
+        public = []
+        for word, value in vars(found).items():
+            if callable(value) and not word.startswith("_"):
+                public.append(word)
+        raise ValueError(nearest(f"{who}: {module} has no", attribute, public))
     named = getattr(found, attribute)
-    if name not in shipped:
-        check_home(f"{kind} {name}", module, named)
+    check_home(who, module, named)
     return named
 
 
+def _imported(who: str, module: str) -> ModuleType:
+    """Import a module of the user's; ValueError if there is none, or it raises an error."""
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        # a module that it imports may be absent, too, and is the user's code to tell of
+        if isinstance(error, ModuleNotFoundError) and module.startswith(error.name or ":"):
+            problem = f"no module {module!r} in {os.getcwd()} or among the installed packages"
+            raise ValueError(f"{who}: {problem}") from error
+        with as_setting_error(who, Exception):
+            raise
+
+
 def build(
-    who: str, found: Any, settings: Mapping[str, Any], *, factory: bool = False, **given: Any
+    who: str,
+    found: Any,
+    settings: Mapping[str, object],
+    *,
+    factory: bool = False,
+    **given: object,
 ) -> Any:
-    """The object itself; for a class, or another ``factory``, its result for these settings, in
-    which a mapping may stand for a dataclass.
+    """Return what was found; of a class or another ``factory``, what it makes of the settings.
+
+    A mapping may stand for a dataclass among them.
 
     Args:
         given: further values, passed to parameters of the same name, such as the tokenizer.
@@ -139,30 +173,39 @@ def build(
     """
     if not (factory or inspect.isclass(found)):
         if settings:
-            raise ValueError(
-                f"{who}: a function has no settings, got {', '.join(settings)}; make it a class with fields and "
-                "__call__"
-            )
+            problem = f"a function has no settings, got {', '.join(settings)}"
+            raise ValueError(f"{who}: {problem}; make it a class with fields and __call__")
         return found
     parameters = inspect.signature(found).parameters
     for name in settings:
         if name not in parameters:
             raise ValueError(nearest(f"{who}: no setting", name, parameters))
-    values = {**{name: value for name, value in given.items() if name in parameters}, **settings}
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        if name in parameters:
+            values[name] = value
     for name, value in settings.items():
-        if is_dataclass(kind := parameters[name].annotation) and isinstance(value, Mapping):
-            values[name] = build(f"{who}: {name}", kind, value)
-    needed = [
-        name for name, parameter in parameters.items() if parameter.default is parameter.empty
-    ]
-    # *args, **kwargs
-    missing = [
-        name for name in needed if name not in values and parameters[name].kind not in (2, 4)
-    ]
+        kind = parameters[name].annotation
+        if is_dataclass(kind) and isinstance(value, Mapping):
+            value = build(f"{who}: {name}", kind, value)
+        values[name] = value
+    missing = [name for name in _needed(parameters.values()) if name not in values]
     if missing:
-        example = f", such as {{{who.split()[-1]}: {{{missing[0]}: ...}}}}" if " " in who else ""
+        example = ""
+        if " " in who:  # the setting and a name in it, as in "reward format"
+            example = f", such as {{{who.split()[-1]}: {{{missing[0]}: ...}}}}"
         raise ValueError(f"{who}: needs {', '.join(missing)}{example}")
-    with as_setting_error(
-        who, *[] if found.__module__.partition(".")[0] in _LIBRARIES else [Exception]
-    ):
+    is_library = found.__module__.partition(".")[0] in _LIBRARIES
+    kinds: list[type[Exception]] = [] if is_library else [Exception]
+    with as_setting_error(who, *kinds):
         return found(**values)
+
+
+def _needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """The names of parameters without a default; *args and **kwargs need nothing."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = []
+    for parameter in parameters:
+        if parameter.default is parameter.empty and parameter.kind not in variadic:
+            needed.append(parameter.name)
+    return needed

@@ -33,27 +33,15 @@ def launch_variables() -> dict[str, str]:
 
 @cache
 def git_revision(root: Path = _ROOT) -> str | None:
-    """The commit of a checkout, with ``-dirty`` if tracked files were changed since; None for what
-    is no checkout.
-    """
+    """The commit of a checkout, with ``-dirty`` if tracked files were changed; None without one."""
     if not (root / ".git").exists():
         return None
-    # Without optional locks git writes nothing: others may work in this checkout.
-    command = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-    ]
+    # Without optional locks git writes nothing: others may work in this checkout. Without the tags,
+    # a commit is described by its full hash.
+    options = ["--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    command = ["git", "--no-optional-locks", "-C", str(root), "describe", *options]
     try:
-        # Without the tags, a commit is described by its full hash.
-        told = subprocess.run(
-            [*command, "--exclude", "*"], capture_output=True, text=True, timeout=10, check=True
-        )
+        told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return told.stdout.strip()
