@@ -27,7 +27,7 @@ from ..rollouts.event_loops import EventLoop, gather_or_cancel, off_loop
 from ..rollouts.sample import Request, Sample, check_request
 from ..rollouts.source import NamedWeights, RolloutSource, SourceError, refuse_closed
 from ..runs.liveness import RankLost
-from ..runs.ranks import broadcast_order, gloo_group, receive, send
+from ..runs.ranks import Group, broadcast_order, gloo_group, receive, send
 
 _PARTING = 10.0  # seconds in which another rank should stop sampling
 
@@ -82,7 +82,7 @@ class DistributedSource:
     """
 
     source: RolloutSource
-    group: Any
+    group: Group
     ranks: int
     gathered: bool = False
     groups: int = 1
@@ -222,7 +222,7 @@ class Follower:
     accelerator: Accelerator
     source: RolloutSource | None
     weights: Callable[[], NamedWeights]
-    group: Any
+    group: Group
 
     def __post_init__(self) -> None:
         self._replies: asyncio.Queue[tuple[int | None, Any]] = asyncio.Queue()

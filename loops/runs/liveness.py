@@ -32,10 +32,11 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from . import stop
@@ -116,6 +117,7 @@ def form_restarted_group() -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if _watch is None or attempt == "0" or dist.is_initialized():
         return
+    assert _watch.store is not None  # set where the watch is opened
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     store = dist.distributed_c10d.PrefixStore(f"burnish/attempt-{attempt}", _watch.store)
     backend = dist.get_default_backend_for_device(device)
@@ -128,26 +130,24 @@ def _numbers() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _meet(hang_seconds: float | None) -> Any:
-    """The key-value store of the ranks; None if there is only one, or if it is not known yet how
-    they meet.
+def _meet(hang_seconds: float | None) -> Store | None:
+    """The key-value store of the ranks; None for one alone, or where it is not known yet how they
+    meet.
     """
     if dist.is_initialized():
         simulated = dist.get_backend() == "fake"  # its other ranks don't exist
         if simulated or dist.get_world_size() == 1:
             return None
         return dist.distributed_c10d._get_default_store()
-    known = all(
-        os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    )
+    announced = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    known = all(os.environ.get(name) for name in announced)
     if not known or int(os.environ["WORLD_SIZE"]) == 1:
         return None
-    longest = (
-        timedelta(seconds=hang_seconds)
-        if hang_seconds
-        else dist.distributed_c10d.default_pg_timeout
-    )
-    store, _, _ = next(rendezvous("env://", timeout=longest))
+    longest = dist.distributed_c10d.default_pg_timeout
+    if hang_seconds:
+        longest = timedelta(seconds=hang_seconds)
+    meeting: Iterator[tuple[Store, int, int]] = rendezvous("env://", timeout=longest)
+    store, _, _ = next(meeting)
     return store
 
 
@@ -199,11 +199,10 @@ def raise_failed(error: BaseException, *, everywhere: bool = False) -> NoReturn:
     if _watch is None:
         raise error
     news = None if everywhere else news_behind(error)
-    _watch.fail(
-        f"rank {_watch.rank} failed with {type(error).__name__}: {error}"
-        if not (news or everywhere)
-        else None
-    )
+    if news or everywhere:
+        _watch.fail(None)
+    else:
+        _watch.fail(f"rank {_watch.rank} failed with {type(error).__name__}: {error}")
     if news is not None and not isinstance(error, RankLost):
         raise RankLost(news) from error
     raise error
@@ -216,14 +215,13 @@ def news_behind(error: BaseException) -> str | None:
     A failed collective reports a broken connection but not whose: the rank becomes known within
     `NEWS` seconds.
     """
-    causes = [error]
-    while causes[-1].__cause__ is not None:
-        causes.append(causes[-1].__cause__)
-    by_collective = any(
-        type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError)
-        for cause in causes
-    )
-    return lost_rank() if by_collective else None
+    cause: BaseException | None = error
+    while cause is not None:
+        # gloo raises RuntimeError itself; the classes below it are of other errors
+        if type(cause) is RuntimeError or isinstance(cause, RankLost | dist.DistError):
+            return lost_rank()
+        cause = cause.__cause__
+    return None
 
 
 def lost_rank() -> str | None:
@@ -252,11 +250,16 @@ class Watch:
     """
 
     def __init__(self, rank: int, ranks: int, peers: dict[int, Peer]) -> None:
-        self.rank, self.ranks, self.peers = rank, ranks, peers
-        self.lost, self.news = threading.Event(), ""
-        self.step, self.place, self.allowed = 0, "set-up", 0.0
+        self.rank = rank
+        self.ranks = ranks
+        self.peers = peers
+        self.lost = threading.Event()
+        self.news = ""
+        self.step = 0
+        self.place = "set-up"
+        self.allowed = 0.0
         self.hang_seconds: float | None = None
-        self.store: Any = None
+        self.store: Store | None = None
         self.run = 0  # how many were opened: on every rank the same, as all open them together
         self.in_run = False
         self._lost_at: float | None = None
@@ -290,9 +293,13 @@ class Watch:
             raise RankLost(f"rank {self.rank}: {_has_ended(gone[0])}")
         self.run += 1
         self.hang_seconds = hang_seconds or None
-        self.step, self.place, self.allowed = 0, "set-up", 0.0
+        self.step = 0
+        self.place = "set-up"
+        self.allowed = 0.0
         self.lost.clear()
-        self._lost_at, self._said, self.in_run = None, False, True
+        self._lost_at = None
+        self._said = False
+        self.in_run = True
         self._signals.clear()
         self.moved()
 
@@ -335,6 +342,7 @@ class Watch:
     def _watch(self) -> None:
         last = time.monotonic()
         while not self._closed:
+            # After a signal it looks more often: the main thread has a second to handle it.
             ready = self._selector.select(min(self._tick, 0.25) if self._signals else self._tick)
             now = time.monotonic()
             if (stopped := now - last - 2 * self._tick) > 0:
@@ -344,6 +352,7 @@ class Watch:
                 self._hear(key.data, now)
             self._look(now)
             for peer in self.peers.values():
+                # A peer that reads nothing gets no further beats: they would fill the memory.
                 if not peer.unsent:
                     peer.queue("beat", round(self._still(now), 1), self.step, self._where())
                 peer.flush()
@@ -432,15 +441,9 @@ class Watch:
         peers = [peer for peer in self.peers.values() if not peer.gone]
         silent = [peer for peer in peers if now - peer.heard > self.hang_seconds]
         if silent:
-            names = [
-                f"rank {peer.rank} has been silent for {now - peer.heard:.0f} s, last heard of in step {peer.step}, "
-                f"{peer.place}"
-                for peer in silent[:_NAMED]
-            ]
-            self._tell_hung(
-                f"{'; '.join(names)}: its process is stopped, or its machine can't be reached",
-                silent,
-            )
+            named = "; ".join(_silence(peer, now) for peer in silent[:_NAMED])
+            why = f"{named}: its process is stopped, or its machine can't be reached"
+            self._tell_hung(why, silent)
         elif self.rank == 0 and len(peers) == self.ranks - 1:
             stands = [self._still(now)] + [peer.still + now - peer.heard for peer in peers]
             if min(stands) > self.hang_seconds:
@@ -495,14 +498,12 @@ class Watch:
         Of SIGINT that is the second one. SIGTERM lets the step be finished, as long as no rank is
         silent.
         """
-        if (
-            not (self._signals and self.in_run)
-            or now - max(self._signaled, self._main_since) < AT_ONCE
-        ):
+        if not (self._signals and self.in_run):
             return
-        silent = [
-            peer.rank for peer in self.peers.values() if not peer.gone and now - peer.heard > SILENT
-        ]
+        if now - max(self._signaled, self._main_since) < AT_ONCE:
+            return
+        others = [peer for peer in self.peers.values() if not peer.gone]
+        silent = [peer.rank for peer in others if now - peer.heard > SILENT]
         if self._signals.count(signal.SIGINT) > 1:
             caught = signal.SIGINT
         elif silent and signal.SIGTERM in self._signals:
@@ -522,7 +523,8 @@ def _forget() -> None:
     global _watch
     if _watch is None:
         return
-    watch, _watch = _watch, None
+    watch = _watch
+    _watch = None
     atexit.unregister(watch.close)
     if watch._hears_signals:
         with suppress(ValueError):
@@ -563,6 +565,14 @@ def _fingerprint(frame: FrameType | None) -> tuple[int, bool]:
         ours = ours or frame.f_code.co_filename.startswith(_BURNISH)
         frame = frame.f_back
     return hash(tuple(places)), ours
+
+
+def _silence(peer: Peer, now: float) -> str:
+    """How long nothing came from a rank, and where it was, for a message."""
+    return (
+        f"rank {peer.rank} has been silent for {now - peer.heard:.0f} s, last heard of in step {peer.step}, "
+        f"{peer.place}"
+    )
 
 
 def _exit(status: int, message: str, *, stacks: bool) -> None:

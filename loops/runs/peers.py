@@ -20,12 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch._C._distributed_c10d import Store
+
 MEETING = 12.0
 """Seconds in which ranks that have just met connect their watches."""
 
+# Messages are lines of JSON: ["beat", 0.3, 17, "saving"], ["failed", 1, "rank 2 ..."],
+# ["hung", "..."], ["bye"]; see `liveness`.
+Message = list[Any]
+# What identifies a process: [machine and namespace, process id, start in ticks of the machine], of
+# which the last tells it from a later process with the same id.
+Process = list[Any]
+
 _PATIENCE = 1.0  # seconds for a process to end
 _LONGEST_LINE = 1 << 16
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # the request of an ioctl for the address of a network interface
 
 
 class Unreachable(RuntimeError):
@@ -46,7 +55,7 @@ class Peer:
 
     rank: int
     connection: socket.socket
-    process: list[Any]
+    process: Process
     heard: float = field(default_factory=time.monotonic)
     still: float = 0.0
     step: int = 0
@@ -56,7 +65,8 @@ class Peer:
     def __post_init__(self) -> None:
         self.connection.setblocking(False)
         self.unsent: deque[bytes] = deque()  # any thread may append to it
-        self._sending = self._unread = b""
+        self._sending = b""  # the rest of a line that the connection took a part of
+        self._unread = b""  # the beginning of a line that is still to come
 
     def queue(self, *message: object) -> None:
         self.unsent.append(json.dumps(message).encode() + b"\n")
@@ -68,29 +78,31 @@ class Peer:
                 self._sending = self._sending or self.unsent.popleft()
                 self._sending = self._sending[self.connection.send(self._sending) :]
 
-    def read(self) -> list[list[Any]]:
+    def read(self) -> list[Message]:
         """The messages that have come. `gone` is set if the process has ended."""
         try:
             received = self.connection.recv(1 << 16)
         except BlockingIOError:
             return []
-        except OSError:
+        except OSError:  # reset
             received = b""
         self.gone = not received or len(self._unread) > _LONGEST_LINE
         *lines, self._unread = (self._unread + received).split(b"\n")
         return [json.loads(line) for line in lines]
 
 
-def connect(store: Any, rank: int, ranks: int) -> dict[int, Peer]:
+def connect(store: Store, rank: int, ranks: int) -> dict[int, Peer]:
     """Connect this rank with rank 0, or rank 0 with all others.
 
     Args:
-        store: the key-value store of all ranks.
+        store: the key-value store of all ranks, where rank 0 leaves its address and a token:
+            {"token": "9f2c...", "addresses": ["10.0.0.1", "node-0"], "port": 40213}.
 
     Raises:
         Unreachable: if one of them does not come in `MEETING` seconds, or this one does not reach
             rank 0.
     """
+    # torchrun keeps the store from one attempt to the next.
     key = f"burnish/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         with _listener() as listener:
@@ -98,7 +110,7 @@ def connect(store: Any, rank: int, ranks: int) -> dict[int, Peer]:
             meeting = {"token": token, "addresses": _addresses(), "port": listener.getsockname()[1]}
             store.set(key, json.dumps(meeting))
             return _accept_all(listener, token, ranks)
-    meeting = json.loads(store.get(key))
+    meeting = json.loads(store.get(key))  # waits until rank 0 has set it
     problems = []
     for address in meeting["addresses"]:
         try:
@@ -133,6 +145,7 @@ def _accept_all(listener: socket.socket, token: str, ranks: int) -> dict[int, Pe
         except (OSError, ValueError):
             connection.close()
             continue
+        # Whatever else connects to the port, such as a scanner of the network, is turned away.
         if not secrets.compare_digest(str(given), token) or rank not in range(1, ranks):
             connection.close()
             continue
@@ -153,7 +166,7 @@ def _read_line(connection: socket.socket, seconds: float) -> Any:
 
 
 def _listener() -> socket.socket:
-    if socket.has_dualstack_ipv6():
+    if socket.has_dualstack_ipv6():  # one socket for both families
         with suppress(OSError):
             return socket.create_server(
                 ("::", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -167,10 +180,10 @@ def _addresses() -> list[str]:
     master = os.environ.get("MASTER_ADDR", "")
     if name := os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            # struct ifreq of Linux: 16 bytes of name, 2 of family, 2 of port, 4 of address
             request = struct.pack("256s", name.encode()[:15])
-            found.append(
-                socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-            )
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            found.append(socket.inet_ntoa(answer[20:24]))
     if master:
         with suppress(OSError):
             kind, *_, destination = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
@@ -184,30 +197,27 @@ def _addresses() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def own_process() -> list[Any]:
-    """What identifies this process on its machine: the machine, the namespace of process ids, its
-    id and its start.
-    """
+def own_process() -> Process:
+    """What identifies this process; see `Process`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [
-            f"{boot} {os.stat('/proc/self/ns/pid').st_ino}",
-            os.getpid(),
-            _start_of(os.getpid()),
-        ]
+        # Containers of one machine number their processes independently.
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        return [f"{boot} {namespace}", os.getpid(), _start_of(os.getpid())]
     except OSError:  # not on Linux
         return ["", os.getpid(), ""]
 
 
 def _start_of(process: int) -> str:
     """When a process was started, in ticks of its machine; OSError if it has ended."""
+    # "4711 (a name that may hold brackets) S 1 ...": the start is the 22nd field of all.
     state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    if state == "Z":
+    if state == "Z":  # ended, and not waited for by its parent
         raise ProcessLookupError(process)
     return numbers[18]
 
 
-def end_stopped(process: list[Any]) -> None:
+def end_stopped(process: Process) -> None:
     """End a silent process of this machine; its launcher has to, on another one.
 
     Where it was stopped it goes on, finds that the others have ended, and reports its stacks

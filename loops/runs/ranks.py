@@ -22,8 +22,11 @@ from . import liveness
 from .liveness import RankLost
 
 T = TypeVar("T")
+Group = dist.ProcessGroup | None  # ranks over gloo; None in a single process
 
-_LONGEST = timedelta(days=7)
+_LONGEST = timedelta(
+    days=7
+)  # gloo has no wait without an end; the watch ends a wait that is in vain
 _waited = 0.0
 
 
@@ -53,11 +56,12 @@ def from_main(
         try:
             result = function()
         except Exception as error:
-            with suppress(RankLost):
+            with suppress(RankLost):  # the error itself says more
                 _broadcast(("error", f"{type(error).__name__}: {error}"))
             raise
         _broadcast(("result", result))
         return result
+    # The other ranks take part in one broadcast after the other: orders, if any, then the outcome.
     while True:
         kind, content = _broadcast(None)
         if kind == "error":
@@ -98,18 +102,16 @@ def gather_to_main(accelerator: Accelerator, value: T) -> list[T]:
     """
     if accelerator.num_processes == 1:
         return [value]
-    gathered: list[Any] | None = (
-        [None] * accelerator.num_processes if accelerator.is_main_process else None
-    )
+    gathered: list[T] | None = None
+    if accelerator.is_main_process:
+        gathered = [value] * accelerator.num_processes  # to be overwritten
     with _connected(f"rank {dist.get_rank()}: another rank ended while its part was waited for"):
         dist.gather_object(value, gathered, dst=0, group=gloo_group("control"))
     return gathered or []
 
 
 def tensors_from_main(accelerator: Accelerator, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of the main process, in the memory of the host, on every rank. All ranks call
-    it.
-    """
+    """The tensors of the main process, in host memory, on every rank. All ranks call it."""
     if accelerator.num_processes == 1:
         return tensors
     kinds = from_main(
@@ -117,20 +119,19 @@ def tensors_from_main(accelerator: Accelerator, tensors: dict[str, Tensor]) -> d
     )
     received = {}
     for name, (shape, dtype) in kinds.items():
-        tensor = (
-            tensors[name].contiguous()
-            if accelerator.is_main_process
-            else torch.empty(shape, dtype=dtype)
-        )
+        tensor = torch.empty(shape, dtype=dtype)
+        if accelerator.is_main_process:
+            tensor = tensors[name].contiguous()
         if tensor.numel():
-            with _connected(
-                f"rank {dist.get_rank()}: another rank ended while the main process was waited for"
-            ):
-                dist.broadcast(
-                    tensor.view(-1).view(torch.uint8), src=0, group=gloo_group("control")
-                )
+            as_bytes = tensor.view(-1).view(torch.uint8)  # gloo lacks some dtypes
+            with _connected(_waiting_for_main()):
+                dist.broadcast(as_bytes, src=0, group=gloo_group("control"))
         received[name] = tensor
     return received
+
+
+def _waiting_for_main() -> str:
+    return f"rank {dist.get_rank()}: another rank ended while the main process was waited for"
 
 
 def barrier() -> None:
@@ -146,8 +147,9 @@ def barrier() -> None:
 
 @contextmanager
 def broadcast_order(order: object) -> Iterator[None]:
-    """On the main process, in the function of a `from_main`: the other ranks follow this order, and
-    are waited for.
+    """Have the other ranks follow this order, and wait for them.
+
+    For the main process, in the function of a `from_main`.
     """
     _broadcast(("order", order))
     try:
@@ -159,22 +161,21 @@ def broadcast_order(order: object) -> Iterator[None]:
 def _broadcast(message: tuple[str, object] | None) -> tuple[str, Any]:
     """The message of the main process, on every rank."""
     messages: list[Any] = [message]
-    with _connected(
-        f"rank {dist.get_rank()}: another rank ended while the main process was waited for"
-    ):
+    with _connected(_waiting_for_main()):
+        # On the CPU: without a device torch would move the bytes to the GPU and back.
         dist.broadcast_object_list(
             messages, src=0, group=gloo_group("control"), device=torch.device("cpu")
         )
     return cast(tuple[str, Any], messages[0])
 
 
-def send(message: Any, rank: int, group: Any) -> None:
+def send(message: object, rank: int, group: Group) -> None:
     """Send a message to a rank of the group, which must `receive` it."""
     with _connected(f"rank {rank} has ended"):
         dist.send_object_list([message], rank, group=group, device=torch.device("cpu"))
 
 
-def receive(rank: int, group: Any) -> Any:
+def receive(rank: int, group: Group) -> Any:
     """Wait for the next message of a rank, and return it."""
     messages = [None]
     with _connected(f"rank {rank} has ended"):
@@ -184,8 +185,10 @@ def receive(rank: int, group: Any) -> Any:
 
 @contextmanager
 def _connected(otherwise: str) -> Iterator[None]:
-    """Turn gloo's error about a broken connection into `RankLost`, with this message where the rank
-    is not known.
+    """Turn gloo's error about a broken connection into `RankLost`.
+
+    Args:
+        otherwise: the message where it is not known which rank has ended.
     """
     global _waited
     began = perf_counter()
@@ -193,32 +196,34 @@ def _connected(otherwise: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise RankLost(liveness.lost_rank() or f"{otherwise} ({error})") from error
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is threading.main_thread():  # others wait beside the steps
         _waited += perf_counter() - began
 
 
 def seconds_waited() -> float:
-    """Seconds for which the main thread has waited for other ranks here, since the process
-    began.
-    """
+    """Seconds for which the main thread has waited here for other ranks, since the process began."""
     return _waited
 
 
-def gloo_group(purpose: str) -> Any:
-    """A gloo group of all ranks for one purpose; None in a single process. All ranks must make the
-    first call of each purpose together: it returns on all of them, or on none. "control" comes
-    first, as soon as there are ranks.
+def gloo_group(purpose: str) -> Group:
+    """A gloo group of all ranks for one purpose; None in a single process.
+
+    All ranks must make the first call of each purpose together: it returns on all of them, or on
+    none. "control" comes first, as soon as there are ranks.
     """
     return _new_group(dist.group.WORLD, purpose) if dist.is_initialized() else None
 
 
+# Groups are made once. The world is an argument so that a process which forms another one, as tests
+# do, gets other groups.
 @lru_cache(maxsize=8)
-def _new_group(world: object, purpose: str) -> Any:
+def _new_group(world: Group, purpose: str) -> Group:
     if purpose != "control":
         # `new_group` would wait for a rank that has ended, and the connections of "control" report
         # it
         barrier()
-    return dist.new_group(backend="gloo", timeout=_LONGEST)
+    group: Group = dist.new_group(backend="gloo", timeout=_LONGEST)
+    return group
 
 
 @contextmanager
