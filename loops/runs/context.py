@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.tracking import get_available_trackers
+from accelerate.tracking import GeneralTracker, get_available_trackers
 from accelerate.utils import AutocastKwargs, LoggerType, set_seed
 from datasets import Dataset
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ TokenColumns = Callable[[Dataset], Mapping[str, Sequence[Tensor]]]
 log = logging.getLogger(__name__)
 
 _NAMED = 4  # rows in a message
-# columns of ours, which no user named
+# Columns of encoded examples that no user named, so that no loss can read them.
 _ENCODED = {"prompt", "completions", "trained", "row", "_row"}
 
 
@@ -114,24 +114,24 @@ class RunContext(Generic[Model]):
         return None if self.config.output is None else self.directory / name
 
     def name_rows(self, step: int, examples: Sequence[int]) -> str:
-        """Name, for a message, the first few rows that these examples of the data of a step were
-        made of.
-        """
-        data, records = self.data, self.records
+        """Name, for a message, the first few rows that examples of a step were made of."""
+        data = self.data
+        records = self.records
         if self.stream is not None:
-            data, records = self.stream.open(step), self.stream.records(step)
-        # unless the caller has encoded them
-        known = [name for name in ("_row", "row") if name in data.column_names]
-        rows = list(dict.fromkeys(data[list(examples)][known[0]] if known else examples))
-        named = ", ".join(
-            where(records, row) if known else f"example {row + 1}" for row in rows[:_NAMED]
-        )
+            data = self.stream.open(step)
+            records = self.stream.records(step)
+        known = next((name for name in ("_row", "row") if name in data.column_names), None)
+        if known is None:  # the caller has encoded them
+            rows = list(dict.fromkeys(examples))
+            names = [f"example {row + 1}" for row in rows[:_NAMED]]
+        else:
+            rows = list(dict.fromkeys(data[list(examples)][known]))
+            names = [where(records, row) for row in rows[:_NAMED]]
+        named = ", ".join(names)
         return named if len(rows) <= _NAMED else f"{named} and {len(rows) - _NAMED} more"
 
     def end_with(self, tokens: Collection[int]) -> None:
-        """Have the model end its completions with these tokens too, and say so. Every rank calls
-        it.
-        """
+        """Have the model end completions with these tokens too, and say so. Every rank calls it."""
         if line := add_end_tokens(self.model.plain, tokens, self.tokenizer):
             self.accelerator.print(line)
 
@@ -150,34 +150,33 @@ class RunContext(Generic[Model]):
                 name.
             options: further arguments of `Feed`.
         """
-        config, accelerator = self.config, self.accelerator
+        config = self.config
+        device = self.accelerator.device
+        # Ranks that compute the same rows together are one reader of the data.
         together = config.parallel.ranks_per_batch
-        rank, ranks = accelerator.process_index // together, accelerator.num_processes // together
-        if lacking := [
-            name for name in options.get("columns", ()) if name not in data.column_names
-        ]:
-            numbers = [name for name in data.column_names if name not in _ENCODED]
-            there = f"there are {', '.join(numbers)}" if numbers else "there are none"
-            raise ValueError(
-                f"data: no column {lacking[0]!r}, which a loss reads; of columns of numbers, {there}"
-            )
+        rank = self.accelerator.process_index // together
+        ranks = self.accelerator.num_processes // together
+        _check_columns(data, options.get("columns", ()))
         steps = 1 if whole else config.steps
-        computed = {
-            name: tensors for columns in per_token for name, tensors in columns(data).items()
-        }
+        computed: dict[str, Sequence[Tensor]] = {}
+        for columns in per_token:
+            computed |= columns(data)
+        shared_prompt = self.model.layout == "shared"
         if self.stream is not None and data is self.data:
             if computed:
                 raise ValueError(
                     f"streaming: {', '.join(computed)} can't be computed of all data before training"
                 )
-            plan = {
-                "micro_tokens": config.micro_tokens,
-                "shared_prompt": self.model.layout == "shared",
-            }
-            streamed = StreamBatches(self.stream, steps=steps, ranks=ranks, **plan)
-            return Feed(self.stream, streamed, rank, accelerator.device, **options)
+            streamed = StreamBatches(
+                self.stream,
+                steps=steps,
+                ranks=ranks,
+                micro_tokens=config.micro_tokens,
+                shared_prompt=shared_prompt,
+            )
+            return Feed(self.stream, streamed, rank, device, **options)
         batches = Batches(
-            token_cost(data, shared_prompt=self.model.layout == "shared"),
+            token_cost(data, shared_prompt=shared_prompt),
             batch_size=len(data) if whole else config.batch_size,
             micro_tokens=config.micro_tokens,
             seed=config.seed,
@@ -186,9 +185,9 @@ class RunContext(Generic[Model]):
             steps=steps,
             ranks=ranks,
         )
-        return Feed(data, batches, rank, accelerator.device, per_token=computed, **options)
+        return Feed(data, batches, rank, device, per_token=computed, **options)
 
-    def held_out(self, rows: Any, **options: Any) -> Feed:
+    def held_out(self, rows: object, **options: Any) -> Feed:
         """Further rows, encoded as ``data`` was, as one step; every rank calls it with the same
         rows.
 
@@ -196,10 +195,8 @@ class RunContext(Generic[Model]):
             ValueError: if the reference's log-probs were computed before training, when it was the
                 policy.
         """
-        if (
-            getattr(self.config, "reference", None) == "precompute"
-            and self.config.ref_model is None
-        ):
+        precomputed = getattr(self.config, "reference", None) == "precompute"
+        if precomputed and self.config.ref_model is None:
             raise ValueError(
                 "evaluate: the reference was the policy before training, of which only the log-probs of data and "
                 "eval_data are left; pass these rows as eval_data, or set reference to copy"
@@ -230,7 +227,7 @@ class RunContext(Generic[Model]):
         config = self.config
         if not needed:
             return None, lambda data: {}
-        policy: Any = self.model
+        policy: Any = self.model  # a Policy: no recipe of scorers has a reference
         if config.ref_model is not None:
             policy = load_reference(config, self.tokenizer, policy)
         # In the policy's precision: rounding in only one of the two would look like a difference.
@@ -241,13 +238,12 @@ class RunContext(Generic[Model]):
 
             def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
                 path = self.directory / f"reference-{data._fingerprint}.safetensors"
+                # The settings were compared with config.yaml, so that the file is of this run.
+                reuse = config.resume and path.with_name("config.yaml").exists()
+                feed = self.feed(data, whole=True)
                 # without the dropout of adapters that are trained further
                 with evaluating(policy.model):
-                    # with which this was compared
-                    reuse = config.resume and path.with_name("config.yaml").exists()
-                    tensors, _ = stored_tokens(
-                        path, self.feed(data, whole=True), current, self.accelerator, reuse
-                    )
+                    tensors, _ = stored_tokens(path, feed, current, self.accelerator, reuse)
                 return {"ref_logprob": tensors["logprob"]}
 
             return lambda batch: batch.columns["ref_logprob"], columns
@@ -319,6 +315,17 @@ class RunContext(Generic[Model]):
         )
 
 
+def _check_columns(data: Dataset, columns: Sequence[str]) -> None:
+    """Raise ValueError if a loss reads a column that the data lacks."""
+    for name in columns:
+        if name not in data.column_names:
+            numbers = [name for name in data.column_names if name not in _ENCODED]
+            there = f"there are {', '.join(numbers)}" if numbers else "there are none"
+            raise ValueError(
+                f"data: no column {name!r}, which a loss reads; of columns of numbers, {there}"
+            )
+
+
 def open_run(
     config: Common,
     encode: Callable[..., tuple[Dataset, Accounting]],
@@ -344,12 +351,13 @@ def open_run(
             is configured.
     """
     accelerator = accelerator or open_accelerator(config)
-    # before training changes the model
+    # Now: of a model that is an object it has a digest of the weights, which training changes.
     description = "" if config.output is None else to_yaml(config)
-    # a reward may change to another
+    # An absolute path: a reward may change the working directory.
     config = replace(config, output=config.output and os.path.abspath(config.output))
     tokenizer = load_tokenizer(config)
 
+    # The main process first: what it tokenizes, the others find in the cache on the disk.
     def encoded(parts: list[Records]) -> tuple[Dataset, Accounting]:
         data, accounting = main_first(
             accelerator, lambda: encode(parts, tokenizer, tokenization(config), **options)
@@ -361,26 +369,45 @@ def open_run(
     if config.streaming:
         by_step = replace(tokenization(config), cached=False)
         encode_rows = partial(encode, tokenizer=tokenizer, options=by_step, **options)
-        order: dict[str, Any] = {
-            name: getattr(config, name) for name in ("batch_size", "seed", "shuffle")
-        }
-        stream = Stream(resolved_data(config.data), encode_rows, **order)
+        settings: Any = config  # of an offline recipe, which has a batch size
+        stream = Stream(
+            resolved_data(config.data),
+            encode_rows,
+            batch_size=settings.batch_size,
+            seed=config.seed,
+            shuffle=config.shuffle,
+        )
     if records is None:
-        sources = resolved_data(config.data), resolved_data(config.eval_data)
-        read = partial(load_data, *sources, seed=config.seed, streaming=config.streaming)
+        read = partial(
+            load_data,
+            resolved_data(config.data),
+            resolved_data(config.eval_data),
+            seed=config.seed,
+            streaming=config.streaming,
+        )
         records = main_first(accelerator, read)
     if stream is None:
         data, accounting = encoded(records[0])
     else:
         data, accounting = stream.open(0), stream.accounting
-    eval_data, eval_accounting = encoded(records[1]) if records[1] else (None, None)
-    model, mesh = (load_weights or load_model)(config), open_mesh(config, accelerator)
+    eval_data: Dataset | None = None
+    eval_accounting: Accounting | None = None
+    if records[1]:
+        eval_data, eval_accounting = encoded(records[1])
+    load = load_weights or load_model
+    model = load(config)
+    mesh = open_mesh(config, accelerator)
     check_tokens(model, tokenizer, data, eval_data)
-    if config.quantize is None and not getattr(model, "is_quantized", False) and mesh is None:
-        model = model.to(accelerator.device)  # shards find their own device
+    # bitsandbytes has placed quantized weights; shards find their own device.
+    quantized = config.quantize is not None or getattr(model, "is_quantized", False)
+    if not quantized and mesh is None:
+        model = model.to(accelerator.device)
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
-    param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
-    wrapped = make(model, **({} if mesh is None else {"mesh": mesh, "param_dtype": param_dtype}))
+    if mesh is None:
+        wrapped = make(model)
+    else:
+        param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+        wrapped = make(model, mesh=mesh, param_dtype=param_dtype)
     run = RunContext(
         config,
         accelerator,
@@ -411,19 +438,19 @@ def tokenization(config: Common) -> Tokenization:
 
 
 def open_accelerator(config: Common) -> Accelerator:
-    """The `Accelerator` of a run whose directory is free, or holds the same run to resume;
-    ValueError otherwise, or if settings contradict each other or what is installed."""
+    """The `Accelerator` of a run whose directory is free, or holds the same run to resume.
+
+    Raises:
+        ValueError: if the directory is taken, or settings contradict each other or what is
+            installed.
+    """
     config.refuse_contradictions()
     check_launcher()
     AcceleratorState._reset_state()  # an earlier run in this process may have had another precision
-    named = [config.report_to] if isinstance(config.report_to, str) else config.report_to or []
-    trackers = [name for name in named if name != "none"]
-    for name in (tracker for tracker in trackers if isinstance(tracker, str)):
-        if name not in LoggerType.list():
-            raise ValueError(nearest("report_to: no tracker", name, [*LoggerType.list(), "none"]))
-        if name != "all" and name not in map(str, get_available_trackers()):
-            raise ValueError(f"report_to: {name} is not installed; install it, or leave it out")
+    trackers = _trackers(config)
     optimizers.check(config)
+    # The order matters: the watch sees a rank that ends while the process group is made, and the
+    # group of restarted ranks must be there before Accelerate would make one.
     watched = open_watch(config.hang_seconds)
     form_restarted_group()
     accelerator = Accelerator(
@@ -434,7 +461,7 @@ def open_accelerator(config: Common) -> Accelerator:
         # Cached casts of weights would add up to the whole model on each rank.
         kwargs_handlers=[AutocastKwargs(cache_enabled=config.parallel.copy_size == 1)],
     )
-    if not watched:
+    if not watched:  # the launcher is not torch's: only the group told of other ranks
         open_watch(config.hang_seconds)
     gloo_group("control")
     check_agreement(config, accelerator)  # before anything else may end, or wait, on one rank alone
@@ -452,3 +479,24 @@ def open_accelerator(config: Common) -> Accelerator:
     if config.hub.id is not None:
         from_main(accelerator, lambda: check_repository(config.hub))
     return accelerator
+
+
+def _trackers(config: Common) -> list[str | GeneralTracker]:
+    """The configured trackers, by name or as objects.
+
+    Raises:
+        ValueError: if there is no such tracker, or it is not installed.
+    """
+    named = config.report_to or []
+    if isinstance(named, str):
+        named = [named]
+    trackers = [tracker for tracker in named if tracker != "none"]
+    for tracker in trackers:
+        if not isinstance(tracker, str):
+            continue
+        if tracker not in LoggerType.list():
+            known = [*LoggerType.list(), "none"]
+            raise ValueError(nearest("report_to: no tracker", tracker, known))
+        if tracker != "all" and tracker not in map(str, get_available_trackers()):
+            raise ValueError(f"report_to: {tracker} is not installed; install it, or leave it out")
+    return trackers

@@ -4,8 +4,9 @@ over the data.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -137,20 +138,18 @@ class Feed(StepFeed):
         return self.batches.plan(step)[self.rank]
 
     def batch(self, indices: Sequence[int]) -> Batch:
+        if not indices:  # an empty batch has columns of the same dtypes
+            full = self.batch([0])
+            columns = {name: column[:0] for name, column in full.columns.items()}
+            return collate([], columns, self.device)
         # at once: one by one takes as long as a small model's step
-        rows = self.dataset[list(indices or [0])]
+        rows = self.dataset[list(indices)]
         columns = {}
         for name in self.columns:
-            values = [
-                number for row in rows[name] for number in (row if isinstance(row, list) else [row])
-            ]
-            # otherwise in its own dtype
-            columns[name] = torch.tensor(values) if indices else torch.tensor(values)[:0]
+            columns[name] = torch.tensor(list(_numbers(rows[name])))
         for name, tensors in self.per_token.items():
-            columns[name] = torch.cat([tensors[i] for i in indices]) if indices else tensors[0][:0]
-        examples = (
-            map(Example, rows["prompt"], rows["completions"], rows["trained"]) if indices else ()
-        )
+            columns[name] = torch.cat([tensors[i] for i in indices])
+        examples = map(Example, rows["prompt"], rows["completions"], rows["trained"])
         return collate([self.mark(example) for example in examples], columns, self.device)
 
     def example(self, index: int) -> Example:
@@ -175,9 +174,20 @@ class Feed(StepFeed):
         self.memory.load_state_dict(state)
 
 
+def _numbers(column: Sequence[float | list[float]]) -> Iterator[float]:
+    """The numbers of a column with one per example, or with a list of them."""
+    for entry in column:
+        if isinstance(entry, list):
+            yield from entry
+        else:
+            yield entry
+
+
 def digest(data: Dataset) -> str:
     """SHA-256 of encoded examples and their columns, in their order."""
-    sha256, columns = hashlib.sha256(), [name for name in data.column_names if name != "_row"]
+    sha256 = hashlib.sha256()
+    # which row of a file an example came from may change, and its content not
+    columns = [name for name in data.column_names if name != "_row"]
     for rows in data.select_columns(columns).with_format("arrow").iter(1000):
         for batch in rows.combine_chunks().to_batches():
             sha256.update(batch.serialize())
@@ -230,13 +240,11 @@ def _computed(
     for indices in feed.plan(0):
         batch = feed.batch(indices)
         lengths = [sum(map(sum, example.trained)) for example in batch.examples]
-        parts = {
-            name: torch.split(tensor.cpu(), lengths) for name, tensor in compute(batch).items()
-        }
-        computed += [
-            (index, {name: part[i] for name, part in parts.items()})
-            for i, index in enumerate(indices)
-        ]
+        parts: dict[str, Sequence[Tensor]] = {}
+        for name, tensor in compute(batch).items():
+            parts[name] = torch.split(tensor.cpu(), lengths)
+        for i, index in enumerate(indices):
+            computed.append((index, {name: part[i] for name, part in parts.items()}))
     return computed
 
 
@@ -246,21 +254,23 @@ def _store(
     metadata: dict[str, str] | None,
 ) -> None:
     """Write what all ranks have computed; some of them may have computed the same."""
-    by_index = {index: tensors for of_rank in computed for index, tensors in of_rank}
+    by_index = dict(chain.from_iterable(computed))
     examples = [by_index[index] for index in sorted(by_index)]
     tensors = {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
     tensors["length"] = torch.tensor([len(next(iter(example.values()))) for example in examples])
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file(tensors, partial, metadata={**(metadata or {}), _DIGEST: tensors_digest(tensors)})
+    # On the disk before it is renamed: a power cut must not leave a whole name on half a file.
     sync(partial)
     partial.replace(path)
     sync(path.parent)
 
 
 def _is_whole(path: Path) -> bool:
-    """False for a file of stored tokens that was damaged, which a warning says. One without a
-    digest is not.
+    """False for a damaged file of stored tokens, which a warning says.
+
+    A file without a digest, of an earlier version, is taken as it is.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -10,16 +10,17 @@ from typing import Any
 import pyarrow.compute as pc
 from datasets import Dataset
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from ...data import DataError
 from ...data.records import READERS
+from ..config import Common
 from ..registry import as_setting_error
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
 
 
-def check_files(config: Any) -> None:
+def check_files(config: Common) -> None:
     """Check local files and directories, and that models beside the trained one exist, on the Hub
     too.
 
@@ -38,7 +39,7 @@ def check_files(config: Any) -> None:
         _check_writable(Path(config.output))
 
 
-def _check_models(config: Any) -> None:
+def _check_models(config: Common) -> None:
     """Check each model that is named, and that the run does not write over one of them."""
     results = []
     if config.output:
@@ -53,6 +54,7 @@ def _check_models(config: Any) -> None:
             )
         if field == "lora.path":
             continue  # looked at where it is loaded
+        # A name on the Hub has one slash at most: Qwen/Qwen3-0.6B.
         if name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists():
             _check_model(field, Path(name))
             if field == "model" and config.model_revision not in (None, "main"):
@@ -65,20 +67,17 @@ def _check_models(config: Any) -> None:
 
 
 def _check_data(config: object) -> None:
-    """Check that data files and directories exist; a name that may be one on the Hub is not looked
-    up.
-    """
+    """Check that data files and directories exist; names on the Hub are not looked up."""
     for field in ("data", "eval_data"):
         name = _value(config, field)
         if not isinstance(name, str):
             continue
-        path = re.split(r"[:@#\[]", name)[0]
+        path = re.split(r"[:@#\[]", name)[0]  # train.jsonl of train.jsonl[:1000], and the like
         is_pattern = "*" in path
         is_local = Path(path).suffix in READERS or path.startswith(("/", "./", "../", "~"))
         if path and is_local and not is_pattern and not Path(path).exists():
-            raise DataError(
-                f"{field}: {path}: no such file" + ("" if Path(path).suffix else " or directory")
-            )
+            kind = "file" if Path(path).suffix else "file or directory"
+            raise DataError(f"{field}: {path}: no such {kind}")
 
 
 def _check_results_of_earlier_runs(config: object) -> None:
@@ -105,9 +104,9 @@ def _check_model(field: str, path: Path) -> None:
             f"{field}: {path} is neither a directory that holds a model and its tokenizer, nor one on the Hub: {wrong}"
         )
     if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
-        hint = (
-            f"; a run left one in {path / 'model'}" if (path / "model/config.json").exists() else ""
-        )
+        hint = ""
+        if (path / "model/config.json").exists():  # the directory of a run
+            hint = f"; a run left one in {path / 'model'}"
         raise ValueError(
             f"{field}: {path}: no config.json; wanted the directory that holds a model and its tokenizer{hint}"
         )
@@ -133,7 +132,9 @@ def _check_writable(path: Path) -> None:
         ) from error
 
 
-def check_tokens(model: nn.Module, tokenizer: Any, *data: Dataset | None) -> None:
+def check_tokens(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, *data: Dataset | None
+) -> None:
     """Raise ValueError if examples have tokens without an embedding in the model, which a GPU
     reports as an assertion.
 
@@ -145,14 +146,11 @@ def check_tokens(model: nn.Module, tokenizer: Any, *data: Dataset | None) -> Non
     if embeddings >= len(tokenizer):
         return
     for part in filter(None, data):
-        columns = [
-            part.data.column(name)
-            for name in ("prompt", "completions")
-            if name in part.column_names
-        ]
-        largest = max(
-            pc.max(pc.list_flatten(column, recursive=True)).as_py() or 0 for column in columns
-        )
+        largest = 0
+        for name in ("prompt", "completions"):
+            if name in part.column_names:  # by Arrow: Python's lists would take minutes
+                tokens = pc.list_flatten(part.data.column(name), recursive=True)
+                largest = max(largest, pc.max(tokens).as_py() or 0)
         if largest >= embeddings:
             raise ValueError(
                 f"model: it has {embeddings} embeddings, and its tokenizer {len(tokenizer)} tokens, of which the data "

@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from ...data import check_same_vocabulary
 from ..batch import Batch
-from ..config import Lora
+from ..config import Common, Lora
 from ..models.backbone import evaluating
 from ..models.io import load_model, load_tokenizer
 from ..models.policy import Policy
@@ -24,36 +25,41 @@ from ..models.policy import Policy
 Reference = Callable[[Batch], Tensor]
 
 
-def frozen_policy_like(policy: Policy, model: nn.Module, config: Any) -> Policy:
+def frozen_policy_like(policy: Policy, model: nn.Module, config: Common) -> Policy:
     """Wrap another model as a frozen `Policy` on the policy's device, sharded as the policy is."""
     model = model.requires_grad_(False)
     model = model if policy.mesh else model.to(policy.device)
     return Policy(model, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype).eval()
 
 
-def load_reference(config: Any, tokenizer: Any, policy: Policy) -> Policy:
+def load_reference(config: Any, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> Policy:
     """``config.ref_model``, frozen, in the precision of the computation.
 
     Raises:
         DataError: if it has other tokens than the policy.
     """
-    config = replace(
+    # What is for a model that trains is left out.
+    settings: Common = replace(
         config,
         model=config.ref_model,
+        model_revision=None,
         lora=Lora(),
         weights_dtype="float32",
         gradient_checkpointing=False,
+        quantize=None,
+        quantize_kwargs={},
+        neftune_noise_alpha=0.0,
     )
-    config = replace(
-        config, model_revision=None, quantize=None, quantize_kwargs={}, neftune_noise_alpha=0.0
-    )
-    check_same_vocabulary(tokenizer, load_tokenizer(config))
-    return frozen_policy_like(policy, load_model(config), config)
+    check_same_vocabulary(tokenizer, load_tokenizer(settings))
+    return frozen_policy_like(policy, load_model(settings), settings)
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:
-    """The reference of this kind, computed during training; ``policy`` is ``config.ref_model`` if
-    there is one.
+    """The reference of this kind, computed during training.
+
+    Args:
+        config: the settings of a recipe, among them those of `Referenced`.
+        policy: the one that trains, or the one of ``config.ref_model`` if there is one.
     """
     if config.ref_model is not None:
         return frozen(policy, temperature=temperature)
@@ -61,7 +67,7 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
         interval, alpha = config.ref_model_sync_steps, config.ref_model_mixup_alpha
         return SyncedReference(policy, interval=interval, alpha=alpha, temperature=temperature)
     adapters = kind == "auto" and hasattr(policy.model, "disable_adapter")
-    # those of a given model may add something
+    # New adapters start at zero; those of a given model may add something.
     unchanged = config.lora.enabled and config.lora.adds_nothing
     if kind == "adapters_off" or (adapters and unchanged):
         return adapters_off(policy, temperature=temperature)
@@ -70,10 +76,10 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
             raise ValueError(
                 "model: one in memory can't be sharded twice, and a copy is its reference; give its name"
             )
-        return frozen(
-            frozen_policy_like(policy, load_model(config), config), temperature=temperature
-        )
-    return (adapters_copy if adapters else frozen_copy)(policy, temperature=temperature)
+        loaded = frozen_policy_like(policy, load_model(config), config)
+        return frozen(loaded, temperature=temperature)
+    make = adapters_copy if adapters else frozen_copy
+    return make(policy, temperature=temperature)
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -88,13 +94,24 @@ def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
         raise ValueError(
             f"frozen_copy: wanted a Policy, got {type(policy).__name__}; wrap it: Policy(model)"
         )
-    return frozen(copy.deepcopy(policy, {id(policy.critic): None}), temperature=temperature)
+    return frozen(_without_critic(policy), temperature=temperature)
+
+
+def _without_critic(policy: Policy) -> Policy:
+    """A copy of a policy; deepcopy takes None for the critic, as if it had copied that already."""
+    return copy.deepcopy(policy, {id(policy.critic): None})
 
 
 def frozen(policy: Policy, *, temperature: float = 1.0) -> Reference:
     """Freeze a policy for good."""
-    model: Any = policy.requires_grad_(False).eval()
-    return torch.no_grad()(lambda batch: model(batch, temperature=temperature).logprob)
+    policy.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def reference(batch: Batch) -> Tensor:
+        logprob: Tensor = policy(batch, temperature=temperature).logprob
+        return logprob
+
+    return reference
 
 
 def adapters_off(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -128,13 +145,13 @@ def adapters_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
     """The policy with a frozen copy of its current adapters; the base model is not copied."""
     model: Any = policy.model
     weights = {name: weight.clone() for name, weight in get_peft_model_state_dict(model).items()}
-    settings: Any = copy.deepcopy(model.peft_config["default"])
-    # other starts change the base model
-    settings.init_lora_weights, settings.inference_mode = True, True
+    settings: LoraConfig = copy.deepcopy(model.peft_config["default"])
+    settings.init_lora_weights = True  # other starts change the base model
+    settings.inference_mode = True
     settings.lora_dropout = 0.0  # it computes while the policy is in training mode
     model.add_adapter("reference", settings)
     set_peft_model_state_dict(model, weights, adapter_name="reference")
-    model.set_adapter("default")
+    model.set_adapter("default")  # which `add_adapter` may have changed
 
     @torch.no_grad()
     def reference(batch: Batch) -> Tensor:
@@ -163,10 +180,15 @@ class SyncedReference:
     def __init__(
         self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0
     ) -> None:
-        self.interval, self.alpha, self.steps = interval, alpha, 0
-        copied = copy.deepcopy(policy, {id(policy.critic): None})  # without a critic
-        pairs = ((each, policy.get_parameter(name)) for name, each in copied.named_parameters())
-        self.pairs = [(each, followed) for each, followed in pairs if followed.requires_grad]
+        self.interval = interval
+        self.alpha = alpha
+        self.steps = 0
+        copied = _without_critic(policy)
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for name, each in copied.named_parameters():
+            followed = policy.get_parameter(name)
+            if followed.requires_grad:  # frozen weights stay equal
+                self.pairs.append((each, followed))
         self.reference = frozen(copied, temperature=temperature)
 
     def __call__(self, batch: Batch) -> Tensor:
