@@ -125,8 +125,9 @@ def naive(
 
 
 def recompiling(function: Compute) -> Compute:
-    """``function`` compiled on first use; each shape and pass is a graph, and there are more than
-    the usual limit.
+    """``function`` compiled on first use.
+
+    Each shape and pass is a graph, and there are more than the usual limit.
     """
     compiled: list[Compute] = []
 
@@ -142,8 +143,9 @@ def recompiling(function: Compute) -> Compute:
 def our_provider(
     name: str, adapter: Callable[..., Compute], gives: tuple[str, ...]
 ) -> Provider | None:
-    """The provider that a name such as ``burnish-triton-64MiB`` stands for; None if it is no such
-    name.
+    """The provider that a name such as ``burnish-triton-64MiB`` stands for.
+
+    None if it is no such name.
 
     ``burnish-triton-4GiB`` keeps up to 4 GiB of logits for backward and computes the others again,
     ``burnish-triton-recompute`` computes all again, ``burnish-triton`` is the backend with its own
@@ -169,8 +171,9 @@ def our_provider(
 
 
 def our_providers(adapter: Callable[..., Compute], gives: tuple[str, ...]) -> Iterator[Provider]:
-    """One for each backend but "auto", which is one of the others; two more for the one that keeps
-    logits.
+    """One for each backend but "auto", which is one of the others.
+
+    Two more for the one that keeps logits.
     """
     for backend in get_args(Backend)[1:]:
         for mode in ("", "-recompute", "-4GiB") if backend == "triton" else ("",):

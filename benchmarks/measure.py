@@ -61,8 +61,9 @@ def run(
 def compute(
     inputs: Inputs, provider: Provider, tensors: dict[str, Tensor], outputs: tuple[str, ...]
 ) -> Sequence[Tensor]:
-    """The outputs, shapes checked; a loss that the provider does not give is the mean of what it
-    gives.
+    """The outputs, shapes checked.
+
+    A loss that the provider does not give is the mean of what it gives.
     """
     output, sign = inputs.operation.mean
     if outputs == ("loss",) and "loss" not in provider.gives:
@@ -185,8 +186,9 @@ def _error(name: str, tensor: Tensor, truth: Tensor) -> float:
 
 
 def gate(errors: dict[str, float], limits: dict[str, float], gradients: set[str]) -> str | None:
-    """Why a provider is not timed; None if it gives the outputs and the gradients of the pass
-    within the limits.
+    """Why a provider is not timed.
+
+    None if it gives the outputs and the gradients of the pass within the limits.
     """
     for name in limits:
         if name not in errors and (name in gradients or not name.startswith("d_")):
@@ -248,8 +250,9 @@ def interleave(
     on_error: Callable[[str, Exception], None],
     seconds: float = 0.0,
 ) -> dict[str, list[list[float]]]:
-    """For every step the spans between its marks, round by round, after one round to warm up; see
-    ``timed``.
+    """For every step the spans between its marks, round by round, after one round to warm up.
+
+    See ``timed``.
 
     Every other round is backwards, so that no step always follows the same neighbor. A step that
     raises is passed to ``on_error`` and dropped.
@@ -299,8 +302,9 @@ def ratio(seconds: Sequence[float], other: Sequence[float]) -> float:
 def extra_bytes(
     inputs: Inputs, name: str, outputs: tuple[str, ...], passes: Sequence[str], dead_rows: float
 ) -> dict[str, int | None]:
-    """Peak of each pass beyond its inputs, gradients included, when it is not the first; None where
-    it is unknown.
+    """Peak of each pass beyond its inputs, gradients included, when it is not the first.
+
+    None where it is unknown.
 
     On a CPU it is the memory of a process of its own, so that what the allocator keeps from others
     does not count, with random inputs of the same shape.
@@ -424,8 +428,9 @@ def summarize(samples: list[tuple[float, ...]]) -> Json:
 
 
 def _which(device: torch.device) -> list[str]:
-    """The option that names the device to nvidia-smi; torch may see only some of them, and number
-    them otherwise.
+    """The option that names the device to nvidia-smi.
+
+    Torch may see only some of them, and number them otherwise.
     """
     try:
         return [f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"]

@@ -210,8 +210,9 @@ class Operation:
 
 
 def named(name: str) -> Operation:
-    """The operation of that benchmark; a `ModuleNotFoundError` for one that needs a checkout of the
-    repository.
+    """The operation of that benchmark.
+
+    A `ModuleNotFoundError` for one that needs a checkout of the repository.
     """
     module = f".peer.{name}" if name == "objectives" else f".{name}"
     operation: Operation = importlib.import_module(module, __package__).OPERATION

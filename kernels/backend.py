@@ -64,15 +64,17 @@ def choose_backend(who: str, backend: Backend, like: Tensor) -> Backend:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Float64 stays float64; everything else is computed in float32: logits are never rounded to 16
-    bits.
+    """Float64 stays float64.
+
+    Everything else is computed in float32: logits are never rounded to 16 bits.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def autocast_dtype(like: Tensor) -> torch.dtype | None:
-    """Autocast's dtype on the device of ``like``; None where it is off, and for float64, which it
-    leaves alone.
+    """Autocast's dtype on the device of ``like``.
+
+    None where it is off, and for float64, which it leaves alone.
     """
     kind = like.device.type
     on = like.dtype != torch.float64 and torch.is_autocast_enabled(kind)
@@ -184,8 +186,9 @@ def check_outputs(
     top_k: int | None,
     vocab: int | None,
 ) -> None:
-    """Raise unless the requested outputs can be computed; without ``vocab``, for a shard, any
-    ``top_k`` can.
+    """Raise unless the requested outputs can be computed.
+
+    Without ``vocab``, for a shard, any ``top_k`` can.
     """
     if unknown := set(outputs) - set(known):
         raise ValueError(f"{who}: outputs are some of {', '.join(known)}, got {min(unknown)!r}")

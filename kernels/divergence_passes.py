@@ -210,8 +210,9 @@ def backward_tile(
     out: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, gain: Tensor, to_z: LogitTransform,
     to_w: LogitTransform, beta: float,
 ) -> None:  # fmt: skip
-    """Write the student's dc of a pair of tiles of c into ``out``; ``gain`` is g·scale/T, in a
-    mixture times 1−β.
+    """Write the student's dc of a pair of tiles of c into ``out``.
+
+    ``gain`` is g·scale/T, in a mixture times 1−β.
     """
     s, t = _log_probabilities(student, teacher, row_stats, to_z, to_w)
     p, level = s.exp(), row_stats[:, LEVEL, None]

@@ -201,8 +201,9 @@ class DivergenceArguments(NamedTuple):
     teacher_compute: torch.dtype
 
     def pair(self, kept: Sequence[Tensor], only: Tensor | None = None) -> HeadPair:
-        """Both heads, ready for the passes; ``only`` ``[live]``: the rows that are worked on, if
-        not all.
+        """Both heads, ready for the passes.
+
+        ``only`` ``[live]``: the rows that are worked on, if not all.
         """
         temperature = self.temperature
         if temperature is not None and only is not None:

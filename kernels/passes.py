@@ -42,8 +42,11 @@ def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:
 
 
 def vocabulary_spans(vocab: int, widest: int, device: torch.device) -> Iterator[slice]:
-    """Spans of the vocabulary. On a GPU the ragged remainder is a span of its own, so that the slow
-    products of ragged matrices are small."""
+    """Spans of the vocabulary.
+
+    On a GPU the ragged remainder is a span of its own, so that the slow products of ragged matrices
+    are small.
+    """
     ragged = vocab % ALIGNED if device.type == "cuda" else 0
     yield from spans(vocab - ragged, widest)
     yield from spans(vocab, ALIGNED, vocab - ragged)
@@ -146,8 +149,9 @@ def allocate_kept(
 
 
 def allocate_tops(kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """``[spans, N]``, memory for the tops of the kept spans and of a ragged remainder; see
-    ``TileStore``.
+    """``[spans, N]``, memory for the tops of the kept spans and of a ragged remainder.
+
+    See ``TileStore``.
     """
     kept_columns, n = kept.shape
     remainder = torch.sym_min(kept_columns, 1)  # type: ignore[no-untyped-call]
@@ -159,8 +163,9 @@ def multiply_out(
     open_span: Callable[[slice], tuple[HeadFactors, Callable[[slice, Tensor], None]]],
     main_grad: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """The gradients of hidden, weight, bias, low and up: the products of dc, tile by tile; None
-    where not needed.
+    """The gradients of hidden, weight, bias, low and up: the products of dc, tile by tile.
+
+    None where not needed.
 
     Nothing is filled with zeros: the first product for a place does not read it. Sums over the
     vocabulary have the accumulation dtype; what is complete with a span of the vocabulary has the
@@ -315,6 +320,7 @@ def scatter_rows(t: Tensor | None, live: Tensor, n: int) -> Tensor | None:
 
 class Ranking:
     """The likeliest tokens of each row and the rank of its target, over the tiles so far.
+
     Constants: no gradients.
 
     Scale, soft cap and temperature keep the order of the logits, so it is c that is compared.

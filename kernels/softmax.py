@@ -79,8 +79,9 @@ class LogitTransform(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """The outputs, and what backward needs besides: m, log S, the targets' z, n. Outputs not asked
-    for are empty.
+    """The outputs, and what backward needs besides: m, log S, the targets' z, n.
+
+    Outputs not asked for are empty.
 
     Each ``[rows]``; logprob and chosen ``[rows, targets]``.
     """
@@ -162,8 +163,9 @@ class SoftmaxState(NamedTuple):
 
 
 def rows_of(fields: Fields, rows: slice | Tensor) -> Fields:
-    """Some rows of every tensor of a named tuple; a number, None, and a tensor that is empty stay
-    as they are.
+    """Some rows of every tensor of a named tuple.
+
+    A number, None, and a tensor that is empty stay as they are.
     """
     make: Callable[..., Fields] = type(fields)
     return make(*(t[rows] if isinstance(t, Tensor) and t.shape[0] else t for t in fields))
@@ -293,8 +295,9 @@ def add_target_(tile: Tensor, column: Tensor, gain: Tensor | None) -> None:
 def temperature_gradient(
     moments: Tensor, upstream: Sequence[Tensor | None], softmax: Softmax, transform: LogitTransform
 ) -> Tensor:
-    """dT = −(Σ_v dz_v·x_v + g_L·m)/T; ``moments`` is scale/T times that sum, the targets' g_p·x_t
-    not included.
+    """dT = −(Σ_v dz_v·x_v + g_L·m)/T.
+
+    ``moments`` is scale/T times that sum, the targets' g_p·x_t not included.
     """
     d_logprob, _, d_logsumexp, *_ = upstream
     rest = torch.zeros_like(moments)

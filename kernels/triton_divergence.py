@@ -264,8 +264,9 @@ def backward_tile_(
     out: Tensor, student: Tensor, teacher: Tensor, row_stats: Tensor, gain: Tensor, to_z: LogitTransform,
     to_w: LogitTransform, beta: float,
 ) -> None:  # fmt: skip
-    """``divergence_passes.backward_tile`` in float32 or 16 bits; ``out`` may be the tile of the
-    student.
+    """``divergence_passes.backward_tile`` in float32 or 16 bits.
+
+    ``out`` may be the tile of the student.
     """
     assert row_stats.is_contiguous() and gain.is_contiguous()
     tensors, strided = (out, student, teacher, row_stats, gain), (out, student, teacher)

@@ -90,8 +90,9 @@ def collate(
     columns: Mapping[str, Tensor] | None = None,
     device: torch.device | str = "cpu",
 ) -> Batch:
-    """Make a batch of examples, with its tensors on ``device``. Without examples it is empty, and
-    can be trained on.
+    """Make a batch of examples, with its tensors on ``device``.
+
+    Without examples it is empty, and can be trained on.
 
     Raises:
         ValueError: if an example has no prompt, or a column no entry per token, per completion or

@@ -328,8 +328,9 @@ def _unit(annotation: object) -> str:
 
 
 def _linked(page: str, names: set[str]) -> str:
-    """Papers as links to arXiv, names in backticks as links to their entries; code stays as it
-    is.
+    """Papers as links to arXiv, names in backticks as links to their entries.
+
+    Code stays as it is.
     """
 
     def link(line: str) -> str:

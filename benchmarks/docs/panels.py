@@ -26,8 +26,9 @@ POINTS = 480
 
 @dataclass(frozen=True)
 class Axis:
-    """The variable that gradients are along runs from ``low`` to ``high``; the picture has
-    ``shown`` of it.
+    """The variable that gradients are along runs from ``low`` to ``high``.
+
+    The picture has ``shown`` of it.
     """
 
     label: str
@@ -42,8 +43,9 @@ class Axis:
 
 @dataclass(frozen=True)
 class Panel:
-    """Named curves on one axis, ``of`` a loss or another result of the function; ``bottom`` and
-    ``top`` cut it.
+    """Named curves on one axis, ``of`` a loss or another result of the function.
+
+    ``bottom`` and ``top`` cut it.
     """
 
     axis: Axis

@@ -127,8 +127,9 @@ def train(directory: Path) -> Json:
 
 
 def read_steps(run: Path) -> list[Json]:
-    """Metrics of every step; rewards are those of all completions, of groups that were passed over
-    too.
+    """Metrics of every step.
+
+    Rewards are those of all completions, of groups that were passed over too.
     """
     steps = [
         {name: value for name, value in line.items() if name in KEPT} for line in read_metrics(run)

@@ -43,8 +43,9 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
 
 
 def chains(count: int, seed: int, steps: int = 4) -> Iterator[Json]:
-    """Chains of additions, each from the last sum, up to the first wrong one; a fifth of them have
-    none.
+    """Chains of additions, each from the last sum, up to the first wrong one.
+
+    A fifth of them have none.
     """
     rng = random.Random(seed)
     for _ in range(count):
@@ -77,8 +78,9 @@ def rows(recipe: str, count: int, seed: int) -> Iterator[Json]:
 
 
 def run(recipe: str, directory: Path, *flags: str) -> Json:
-    """Train one recipe; returns its target metrics on held-out data before and after, and where the
-    model is.
+    """Train one recipe.
+
+    Returns its target metrics on held-out data before and after, and where the model is.
     """
     trained = 12 * TRAINED if recipe == "prm" else TRAINED  # its rows are short
     data = write_jsonl(directory / "data.jsonl", rows(recipe, trained, seed=0))

@@ -79,8 +79,9 @@ def truncation(device: str, width: int, rows: int, columns: int) -> Json:
 
 
 def logprobs(device: str, shape: tuple[int, ...], provider: str) -> Json:
-    """Errors of log-probs in nats; those of the provider "cublas" have their logits from one
-    product into float32.
+    """Errors of log-probs in nats.
+
+    Those of the provider "cublas" have their logits from one product into float32.
     """
     inputs, exact = _exact(device, shape)
     hidden, weight, target = (

@@ -138,8 +138,9 @@ def chain(
     attempt: Callable[[Unit, float], Json],
     on_record: Callable[[Json], None],
 ) -> list[Unit]:
-    """Measures what was not measured and fits into what is ``left()``, in order; returns what does
-    not fit.
+    """Measures what was not measured and fits into what is ``left()``, in order.
+
+    Returns what does not fit.
     """
     rest, before = [], ""
     for unit in units:

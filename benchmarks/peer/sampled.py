@@ -48,8 +48,9 @@ def questions(pairs: Iterator[Json]) -> Iterator[Json]:
 
 
 def talkative(given: Path | None, directory: Path) -> Path:
-    """The model with another end token, one that it never says; a small and new one if none is
-    given.
+    """The model with another end token, one that it never says.
+
+    A small and new one if none is given.
 
     Its weights are not copied, and a new model has SmolLM2's vocabulary.
     """

@@ -76,8 +76,9 @@ class Recipe:
 
     @property
     def samples(self) -> dict[str, int] | None:
-        """Completions to a prompt, and their tokens, if each side samples its own; None if both are
-        given them.
+        """Completions to a prompt, and their tokens, if each side samples its own.
+
+        None if both are given them.
         """
         fields = {"group": "group_size", "tokens": "max_tokens"}
         return (
@@ -279,8 +280,9 @@ def gradient_differences(
 
 
 def summarize(runs: list[Json], difference: float | None, limit: float) -> Json:
-    """Figures of the runs of one provider; the ``difference`` from the peer is None for the peer in
-    another setting.
+    """Figures of the runs of one provider.
+
+    The ``difference`` from the peer is None for the peer in another setting.
     """
     agrees = difference is None or difference <= limit
     seconds = [s for run in runs for s in run["seconds"]]

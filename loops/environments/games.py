@@ -42,8 +42,9 @@ def optimal_guesses(numbers: int) -> int:
 
 
 class GuessNumber:
-    """Guess a number; replies say whether it is higher or lower. The last whole number of a
-    completion is the guess.
+    """Guess a number; replies say whether it is higher or lower.
+
+    The last whole number of a completion is the guess.
 
     r = min(1, b/k) for finding it with the k-th guess, where b is `optimal_guesses`, and 0 for not
     finding it: optimal play always earns 1. A completion without a number, or with one outside of

@@ -67,8 +67,9 @@ async def close(environment: object) -> None:
 
 @dataclass
 class MultiTurnSource:
-    """A source of conversations: a `RolloutSource` on top of another. `reset` gives the prompt, not
-    the request.
+    """A source of conversations: a `RolloutSource` on top of another.
+
+    `reset` gives the prompt, not the request.
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of the
     conversation's, which ``reward()`` gives; None where there was none, or in a word how the
@@ -112,8 +113,9 @@ class MultiTurnSource:
         return replace(self, source=source)
 
     async def sample(self, request: Request) -> list[Sample]:
-        """One conversation for each of ``request.indices``, at the same time; if one fails, all are
-        cancelled.
+        """One conversation for each of ``request.indices``, at the same time.
+
+        If one fails, all are cancelled.
 
         Raises:
             ValueError: if `reset` gives the conversations of one task different prompts, or one

@@ -58,8 +58,9 @@ _MISTRAL = r"\s*(?:\[TOOL_CALLS\])?([\w.-]+)(?:\[ARGS\])?(\{.*?\})\s*(?=\[TOOL_C
 
 
 def parse_keyed(content: str) -> ParsedCall | None:
-    """The call between ``<tool_call>`` tags whose arguments are in tags of their own; None for
-    another text.
+    """The call between ``<tool_call>`` tags whose arguments are in tags of their own.
+
+    None for another text.
     """
     for call, argument in _KEYED:
         match = re.fullmatch(call, content, re.DOTALL)

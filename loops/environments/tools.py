@@ -68,8 +68,9 @@ class Tools:
                 ) from error
 
     def reset(self, row: Row) -> Any:
-        """The row's prompt; ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to
-        the template.
+        """The row's prompt.
+
+        ``ChatTurns(encoder, {"tools": tools.schemas})`` describes the tools to the template.
         """
         return row["prompt"]
 

@@ -233,8 +233,9 @@ def may_stay_in_files(config: Common, task: str) -> bool:
 
 
 def _reads_weights(lora: Lora, task: str) -> bool:
-    """True if these adapters are made of the model's weights; the adapters of a classifier copy its
-    head.
+    """True if these adapters are made of the model's weights.
+
+    The adapters of a classifier copy its head.
     """
     if not lora.enabled:
         return False

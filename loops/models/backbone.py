@@ -20,8 +20,9 @@ T = TypeVar("T")
 
 
 class Backbone(nn.Module):
-    """A model and the layout of its input; `Policy` and `Scorer` add what is computed from its
-    hidden states.
+    """A model and the layout of its input.
+
+    `Policy` and `Scorer` add what is computed from its hidden states.
 
     Attributes:
         model: a `transformers` model, plain or wrapped by peft.
@@ -178,8 +179,9 @@ def _length(example: Example) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context with a model in evaluation mode; every module comes back in the mode that it was
-    in.
+    """Context with a model in evaluation mode.
+
+    Every module comes back in the mode that it was in.
     """
     # a policy may be, and its model not
     training = [module for module in model.modules() if module.training]

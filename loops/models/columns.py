@@ -30,8 +30,9 @@ class Columns:
         self.rank = mesh.get_local_rank()
 
     def reads(self, rows: Rows) -> Rows:
-        """These rows, of which this rank reads the trained tokens in its columns; their width is a
-        multiple of n.
+        """These rows, of which this rank reads the trained tokens in its columns.
+
+        Their width is a multiple of n.
         """
         mine = rows.position % self.size == self.rank
         return replace(rows, position=rows.position[mine] // self.size, mine=mine)
@@ -41,8 +42,9 @@ class Columns:
         return tensor[:, self.rank :: self.size]
 
     def gather(self, values: T, rows: Rows) -> T:
-        """Tensors of this rank's trained tokens as those of all of them; the gradient reaches this
-        rank's own.
+        """Tensors of this rank's trained tokens as those of all of them.
+
+        The gradient reaches this rank's own.
         """
         mine = rows.mine
         assert mine is not None

@@ -103,8 +103,9 @@ def _tokenizer_named(field: str, name: str, revision: str | None) -> Any:
 
 
 def _of_revision(revision: str | None) -> dict[str, str]:
-    """The argument of ``from_pretrained`` that names a revision; for the main branch, no
-    argument.
+    """The argument of ``from_pretrained`` that names a revision.
+
+    For the main branch, no argument.
     """
     return {} if revision is None else {"revision": revision}
 
@@ -439,8 +440,9 @@ def save_model(
     *,
     write: bool = True,
 ) -> None:
-    """Write ``model`` and, of a policy with adapters, ``adapter`` under a run's directory; see
-    `write_model`.
+    """Write ``model`` and, of a policy with adapters, ``adapter`` under a run's directory.
+
+    See `write_model`.
     """
     write_model(policy, tokenizer, directory / "model", directory / "adapter", write=write)
 
@@ -496,8 +498,9 @@ def _save_tokenizer(tokenizer: Any, directory: Path) -> None:
 
 
 def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
-    """Write the policy's adapter alone; the reference's, which the model may hold too, is left
-    out.
+    """Write the policy's adapter alone.
+
+    The reference's, which the model may hold too, is left out.
     """
     kept = re.compile("lora_|_to_save|token_ad")
     weights = {
@@ -583,8 +586,9 @@ def is_sharded(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def detached_copy(policy: Backbone) -> nn.Module:
-    """A plain copy of the model, adapters merged. All ranks gather the weights of a sharded
-    model.
+    """A plain copy of the model, adapters merged.
+
+    All ranks gather the weights of a sharded model.
     """
     copied: Any
     if not is_sharded(policy):

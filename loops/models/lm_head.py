@@ -64,8 +64,9 @@ class CannotFuse(Exception):
 
 
 def logit_transform(config: object) -> LogitTransform:
-    """Logit scale and soft cap of an architecture, from its Hugging Face config; `Policy` checks
-    them on a probe.
+    """Logit scale and soft cap of an architecture, from its Hugging Face config.
+
+    `Policy` checks them on a probe.
     """
     scale = math.prod(getattr(config, name, None) or 1.0 for name in _MULTIPLIERS)
     scale = scale / (getattr(config, "logits_scaling", None) or 1.0)

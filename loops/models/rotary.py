@@ -34,8 +34,9 @@ def rotate_by_sequence(model: nn.Module) -> int | None:
 
 
 def _rope_types(module: object) -> dict[str | None, str]:
-    """The kind of frequencies of a rotary embedding, by the type of layer; None where all layers
-    have one kind.
+    """The kind of frequencies of a rotary embedding, by the type of layer.
+
+    None where all layers have one kind.
     """
     if not hasattr(module, "original_max_seq_len"):
         return {}

@@ -93,8 +93,9 @@ def arrange(
     image_token: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Rows:
-    """Arrange the examples in rows; ``one_row`` puts all of them into one, as kernels for packed
-    rows require.
+    """Arrange the examples in rows.
+
+    ``one_row`` puts all of them into one, as kernels for packed rows require.
 
     With ``blocks``, the mask of shared rows is one of FlexAttention, whose memory is the number of
     blocks. Rows are as wide as the longest segment, or the next ``multiple_of``, and filled

@@ -52,8 +52,9 @@ def shard(
     *,
     param_dtype: torch.dtype | None = None,
 ) -> None:
-    """Shard all parameters of a model, in place and on the devices of the mesh; they become
-    DTensors.
+    """Shard all parameters of a model, in place and on the devices of the mesh.
+
+    They become DTensors.
 
     Gradients are summed, not averaged, over all ranks of the mesh, after every backward pass: no
     rank ever holds the whole gradient of more than a unit.
@@ -199,8 +200,9 @@ def _places(
 
 
 def _stay(model: PreTrainedModel, places: Mapping[int, Place], missing: set[str]) -> bool:
-    """Record each matrix's place; False if a weight is derived at load time, or tied weights may
-    differ.
+    """Record each matrix's place.
+
+    False if a weight is derived at load time, or tied weights may differ.
     """
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.ndim < 2 or not tensor.is_floating_point() or name in missing:

@@ -171,8 +171,9 @@ class Simulation(TorchDispatchMode):
 
 @contextmanager
 def simulate(*, gpu: bool = False) -> Iterator[Simulation]:
-    """Within a `Simulation`, models of transformers have the shapes of their configuration; no
-    weights are read.
+    """Within a `Simulation`, models of transformers have the shapes of their configuration.
+
+    No weights are read.
     """
     simulation = Simulation(gpu=gpu)
 

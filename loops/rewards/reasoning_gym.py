@@ -15,8 +15,9 @@ INSTRUCTION = "Give your final answer between <answer> and </answer>."
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """The score in [0, 1] that the verifier of the row's task gives the answer; rows are
-    `reasoning_gym_rows`.
+    """The score in [0, 1] that the verifier of the row's task gives the answer.
+
+    Rows are `reasoning_gym_rows`.
 
     Args:
         tag: the answer is the text between the last <tag> and </tag>; without them there is none,

@@ -103,8 +103,9 @@ def _isolated(name: str, function: Any, how: Any) -> isolated:
 
 
 def environment_reward(row: Row, sample: Sample) -> float | None:
-    """The environment's rewards summed over the turns of a conversation; NaN if it failed in one of
-    them.
+    """The environment's rewards summed over the turns of a conversation.
+
+    NaN if it failed in one of them.
     """
     if "environment_reward" not in sample.info:
         raise ValueError(

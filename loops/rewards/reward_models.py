@@ -75,8 +75,9 @@ class RewardModel:
 
 
 class ProcessRewardModel:
-    """A process reward model's scores of a completion's steps as one number; see
-    `loops.recipes.prm`.
+    """A process reward model's scores of a completion's steps as one number.
+
+    See `loops.recipes.prm`.
 
     A step ends with the token that completes the separator, or with the completion, to which a
     missing separator is added, because the model was trained to score there. Runs of separators end

@@ -263,8 +263,9 @@ async def score_samples(
 
 
 def _units(over: str, samples: Sequence[Sample], indices: Sequence[int]) -> list[list[int]]:
-    """The completions of each call: one, all of a prompt (group), or all (step); none makes no
-    call.
+    """The completions of each call: one, all of a prompt (group), or all (step).
+
+    None makes no call.
     """
     if over == "sample":
         return [[i] for i in indices]
@@ -318,8 +319,9 @@ def refuse_silent(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
 
 
 def returns_nothing(function: object) -> bool:
-    """True if a Python function has no return statement with a value; false where that can't be
-    read.
+    """True if a Python function has no return statement with a value.
+
+    False where that can't be read.
     """
     # of `adapted`, whose function is the first argument, or of `batched`
     while isinstance(function, partial):
@@ -503,8 +505,9 @@ def _completion_of_trl(row: Row, sample: Sample) -> str | list[dict[str, Any]]:
 async def _score(
     reward: RewardFunction, rows: Sequence[Row], samples: Sequence[Sample], single: bool
 ) -> None:
-    """Call a function once, write the scores, and log the first failure of each kind; further ones
-    are counted.
+    """Call a function once, write the scores, and log the first failure of each kind.
+
+    Further ones are counted.
     """
     own_rows = [copied(row) for row in rows]
     own_samples = [sample.copy() for sample in samples]

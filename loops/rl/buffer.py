@@ -120,8 +120,9 @@ class RolloutBuffer:
         return self.scores.total
 
     def score(self, rewards: Sequence[Any], rows: Sequence[Row] | None = None) -> RewardTable:
-        """Score the completions, and mask those without a score. See
-        `burnish.loops.rewards.score`.
+        """Score the completions, and mask those without a score.
+
+        See `burnish.loops.rewards.score`.
         """
         self.scores = score(rewards, self.samples, rows)
         if rewards:
@@ -168,8 +169,9 @@ class RolloutBuffer:
         layout: Layout = "shared",
         accelerator: Accelerator | None = None,
     ) -> list[Batch]:
-        """This rank's micro-batches of one step, on its device; an empty one where there is nothing
-        to train on.
+        """This rank's micro-batches of one step, on its device.
+
+        An empty one where there is nothing to train on.
 
         Args:
             max_tokens: that a micro-batch computes at most, unless one completion alone has more.

@@ -34,8 +34,9 @@ from .sources import check_sampling, open_local, open_scheduler
 
 @dataclass
 class RLContext:
-    """What an open run samples, scores and orders completions with. `open_rl` makes one from a
-    configuration.
+    """What an open run samples, scores and orders completions with.
+
+    `open_rl` makes one from a configuration.
 
     Attributes:
         run: the open run: its model, data, ranks and settings.
@@ -58,8 +59,9 @@ class RLContext:
     order: Callable[[int], int] = lambda task: task
 
     def evaluate(self) -> dict[str, float]:
-        """The rewards of completions for held-out prompts, which the policy itself samples. Every
-        rank calls it.
+        """The rewards of completions for held-out prompts, which the policy itself samples.
+
+        Every rank calls it.
         """
         scheduler: Any = self.scheduler
         accelerator = self.run.accelerator
@@ -108,8 +110,9 @@ class RLContext:
 def open_rl(
     config: OnlineConfig, make_policy: Callable[[nn.Module], Policy] | None = None
 ) -> RLContext:
-    """Open the run, then load rewards (on the main process alone), data, policy and source; nothing
-    is sampled yet.
+    """Open the run, then load rewards (on the main process alone), data, policy and source.
+
+    Nothing is sampled yet.
 
     Args:
         make_policy: the policy of a model, unless it is a plain one.

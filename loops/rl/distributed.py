@@ -46,8 +46,9 @@ def distributed(
     ranks: int | None = None,
     **options: Any,
 ) -> "tuple[RolloutSource | None, Follower | None]":
-    """On rank 0 the source of all ranks; on the others, what follows its publications. Every rank
-    calls it.
+    """On rank 0 the source of all ranks; on the others, what follows its publications.
+
+    Every rank calls it.
 
     Args:
         source, weights: see `Follower`. The source itself is returned in a process alone.
@@ -151,8 +152,9 @@ class DistributedSource:
         return samples
 
     async def _outcome(self, rank: int, request: Request | None) -> Any:
-        """Send a request and await the reply of the rank; None asks the rank to stop, and is its
-        last request.
+        """Send a request and await the reply of the rank.
+
+        None asks the rank to stop, and is its last request.
         """
         number, outcome = next(self._numbers), asyncio.get_running_loop().create_future()
         self._unsent[rank].append((number, request))

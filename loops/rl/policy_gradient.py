@@ -71,6 +71,7 @@ def completion_surrogate(
     clip_high: Bound = 0.2,
 ) -> tuple[PerSequence, Stats]:
     """`clipped_surrogate` of whole completions: the ratio is the product of those of its tokens.
+
     TRL's RLOO.
 
     At ρ = 1 its gradient is that of `reinforce`, RLOO as in the paper.

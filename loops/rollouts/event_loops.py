@@ -98,8 +98,9 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 class _TorchState:
-    """What torch does in this thread: gradients, inference mode, autocast. Torch may be absent from
-    this process.
+    """What torch does in this thread: gradients, inference mode, autocast.
+
+    Torch may be absent from this process.
     """
 
     def __init__(self) -> None:
@@ -184,8 +185,9 @@ def warn_if_blocking(name: str, seconds: float) -> None:
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Return the function's result, computed in a daemon thread; if the wait is cancelled, the call
-    is abandoned.
+    """Return the function's result, computed in a daemon thread.
+
+    If the wait is cancelled, the call is abandoned.
 
     Python waits for an executor's threads when it exits, and starting a thread for each call is
     slow.

@@ -47,8 +47,9 @@ def write_samples(path: Path, samples: Iterable[Sample]) -> None:
 
 
 def read_samples(path: Path) -> Iterator[Sample]:
-    """Yield the samples of a file in the order they were written. An incomplete last line is
-    skipped.
+    """Yield the samples of a file in the order they were written.
+
+    An incomplete last line is skipped.
 
     Raises:
         ValueError: names the sample that is damaged or does not agree with itself.

@@ -138,8 +138,9 @@ class RetryingSource:
         await self.source.close()
 
     async def _repeat(self, request: Request, attempts: Attempts, lost: float | None) -> Sample:
-        """One completion, in as many attempts as it takes; the source was ``lost`` at that time, if
-        at all.
+        """One completion, in as many attempts as it takes.
+
+        The source was ``lost`` at that time, if at all.
         """
         turn = f"turn {request.turn + 1} of " if request.turn else ""
         attempts.what = (
@@ -158,8 +159,9 @@ class RetryingSource:
                 lost = await self._wait(error, attempts, counts=not alive)
 
     async def _wait(self, error: Exception, attempts: Attempts, *, counts: bool) -> float | None:
-        """Wait until the next attempt; returns when the source was lost, None if it has only
-        refused.
+        """Wait until the next attempt.
+
+        Returns when the source was lost, None if it has only refused.
         """
         failed, busy = time.monotonic(), isinstance(error, SourceBusy)
         if busy and not self._refused:

@@ -125,8 +125,9 @@ class Sample:
         return min(span.version for span in self.spans)
 
     def copy(self) -> "Sample":
-        """A sample for a user's function, which may change it; ``info`` is the same, so that it can
-        leave values.
+        """A sample for a user's function, which may change it.
+
+        ``info`` is the same, so that it can leave values.
         """
         return replace(
             self,

@@ -360,8 +360,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self._begin(len(ended) + max(0, under_way))
 
     async def _take(self, step: int, count: int, most: float) -> Selection:
-        """Wait for the groups of a step; if the source loses its weights meanwhile, publish them
-        again.
+        """Wait for the groups of a step.
+
+        If the source loses its weights meanwhile, publish them again.
         """
         await self._publish(step, only_if_lost=True)
         dropped = self._drop_too_old(step)
@@ -424,8 +425,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         return needed if self.keep is None else self.useful.asked(needed)
 
     def _choose_in_order(self, count: int, most: float) -> tuple[list[int], list[int]] | None:
-        """The first useful tasks and those before them that are passed over; None while one is
-        under way.
+        """The first useful tasks and those before them that are passed over.
+
+        None while one is under way.
         """
         kept: list[int] = []
         passed_over: list[int] = []
@@ -438,8 +440,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         return kept, passed_over
 
     def _worth(self, task: int) -> bool:
-        """Whether the group of a task, which is there, is worth training on; raises what ended
-        it.
+        """Whether the group of a task, which is there, is worth training on.
+
+        Raises what ended it.
         """
         if task not in self._kept:
             group = self._groups[task].result()

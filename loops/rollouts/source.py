@@ -13,8 +13,9 @@ NamedWeights = Iterable[tuple[str, Tensor]]
 
 
 class SourceError(RuntimeError):
-    """The source can't complete the request, now or later; the message says what is wrong and how
-    to fix it.
+    """The source can't complete the request, now or later.
+
+    The message says what is wrong and how to fix it.
     """
 
 
@@ -119,21 +120,24 @@ class RolloutSource(Protocol):
     stored: bool
 
     async def sample(self, request: Request) -> list[Sample]:
-        """Complete a prompt, in the order of ``request.indices``. Requests may run at the same
-        time.
+        """Complete a prompt, in the order of ``request.indices``.
+
+        Requests may run at the same time.
         """
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
-        """Draw from these weights from now on. Pending requests continue; their spans say where
-        weights changed.
+        """Draw from these weights from now on.
+
+        Pending requests continue; their spans say where weights changed.
 
         ``weights`` are the parameters by the names that transformers gives them, adapters merged;
         it is read once.
         """
 
     async def version(self) -> int | None:
-        """The version of the weights that the source draws from; None where it is unknown, as after
-        a restart.
+        """The version of the weights that the source draws from.
+
+        None where it is unknown, as after a restart.
         """
 
     async def close(self) -> None: ...

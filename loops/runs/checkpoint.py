@@ -269,8 +269,9 @@ def load_newest(
     parts: Mapping[str, Stateful],
     data: str = "",
 ) -> int:
-    """Restore the newest whole checkpoint and return its step, or 0. Damaged checkpoints are named
-    in the log.
+    """Restore the newest whole checkpoint and return its step, or 0.
+
+    Damaged checkpoints are named in the log.
 
     Every rank calls it, verifies a share of the files, and reads only what it needs.
 

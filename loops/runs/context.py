@@ -188,8 +188,9 @@ class RunContext(Generic[Model]):
         return Feed(data, batches, rank, device, per_token=computed, **options)
 
     def held_out(self, rows: object, **options: Any) -> Feed:
-        """Further rows, encoded as ``data`` was, as one step; every rank calls it with the same
-        rows.
+        """Further rows, encoded as ``data`` was, as one step.
+
+        Every rank calls it with the same rows.
 
         Raises:
             ValueError: if the reference's log-probs were computed before training, when it was the

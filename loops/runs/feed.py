@@ -53,8 +53,9 @@ class StepFeed:
         raise NotImplementedError
 
     def plan(self, step: int) -> list[list[int]]:
-        """The indices into the data of the examples of each micro-batch, for messages; empty where
-        there are none.
+        """The indices into the data of the examples of each micro-batch, for messages.
+
+        Empty where there are none.
         """
         return []
 

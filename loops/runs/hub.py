@@ -135,8 +135,9 @@ class Upload:
 
     @property
     def folders(self) -> dict[Path, str]:
-        """Where each folder goes in the repository. The model comes last: when it is there, all
-        is.
+        """Where each folder goes in the repository.
+
+        The model comes last: when it is there, all is.
         """
         folders = {self.directory / "adapter": "adapter", self.directory / "model": "."}
         return {folder: place for folder, place in folders.items() if folder.is_dir()}
@@ -289,8 +290,9 @@ def _drop(upload: Upload) -> None:
 
 @contextmanager
 def uploading(training: Any, received: Mapping[str, float]) -> Iterator[Uploads | None]:
-    """Upload in the background while steps are taken, and wait for it when they are. Every rank
-    calls it.
+    """Upload in the background while steps are taken, and wait for it when they are.
+
+    Every rank calls it.
 
     Args:
         training: the `Training`, whose directory is locked. It is told whether all is on the Hub.

@@ -131,8 +131,9 @@ def _numbers() -> tuple[int, int]:
 
 
 def _meet(hang_seconds: float | None) -> Store | None:
-    """The key-value store of the ranks; None for one alone, or where it is not known yet how they
-    meet.
+    """The key-value store of the ranks.
+
+    None for one alone, or where it is not known yet how they meet.
     """
     if dist.is_initialized():
         simulated = dist.get_backend() == "fake"  # its other ranks don't exist
@@ -209,8 +210,9 @@ def raise_failed(error: BaseException, *, everywhere: bool = False) -> NoReturn:
 
 
 def news_behind(error: BaseException) -> str | None:
-    """The message about the rank whose end is the cause of this error; None if there is no such
-    rank.
+    """The message about the rank whose end is the cause of this error.
+
+    None if there is no such rank.
 
     A failed collective reports a broken connection but not whose: the rank becomes known within
     `NEWS` seconds.

@@ -29,8 +29,9 @@ _POLL = 1.0
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory; it is released with the process at the latest, or becomes
-    stale.
+    """Hold the lock of a directory.
+
+    It is released with the process at the latest, or becomes stale.
 
     Raises:
         ValueError: if another process holds it.
@@ -103,8 +104,9 @@ def _create(path: Path, token: str) -> bool:
 
 
 def _read(path: Path) -> bytes | None:
-    """The content, read anew, as a client of a network file system may have kept an older one; None
-    without a file.
+    """The content, read anew, as a client of a network file system may have kept an older one.
+
+    None without a file.
     """
     with suppress(OSError):
         return path.read_bytes()
@@ -179,8 +181,9 @@ def _move_away(path: Path, stale: bytes | None, directory: Path) -> None:
 
 
 def _beat(path: Path, token: str, done: threading.Event) -> None:
-    """Rewrite the file until done. If another process has taken it, because this one stood still,
-    end the run.
+    """Rewrite the file until done.
+
+    If another process has taken it, because this one stood still, end the run.
     """
     count = 0
     while not done.wait(BEAT):

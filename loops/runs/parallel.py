@@ -116,8 +116,10 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
 
 
 def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:
-    """The ranks as copies of the model, shards of each, and ranks that compute together; None if
-    every rank has a whole copy."""
+    """The ranks as copies of the model, shards of each, and ranks that compute together.
+
+    None if every rank has a whole copy.
+    """
     parallel = config.parallel
     if parallel.copy_size == 1:
         return None

@@ -39,8 +39,9 @@ def from_main(
     function: Callable[[], T],
     follow: Callable[[Any], object] | None = None,
 ) -> T:
-    """Return on every rank what ``function()`` returns on the main process. All ranks call it; it
-    is pickled.
+    """Return on every rank what ``function()`` returns on the main process.
+
+    All ranks call it; it is pickled.
 
     Args:
         follow: called on the waiting ranks with each order that ``function`` sends by `leading`.
@@ -86,8 +87,9 @@ def main_first(accelerator: Accelerator, function: Callable[[], T]) -> T:
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
-    """Call the function on the main process only and return its result there; None on the others,
-    which wait for it.
+    """Call the function on the main process only and return its result there.
+
+    None on the others, which wait for it.
 
     Raises what `from_main` does.
     """
@@ -97,8 +99,9 @@ def on_main(accelerator: Accelerator, function: Callable[[], T]) -> T | None:
 
 
 def gather_to_main(accelerator: Accelerator, value: T) -> list[T]:
-    """The values of all ranks, on the main process; nothing on the others. All ranks call it; they
-    are pickled.
+    """The values of all ranks, on the main process; nothing on the others.
+
+    All ranks call it; they are pickled.
     """
     if accelerator.num_processes == 1:
         return [value]

@@ -83,8 +83,9 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
-    """A frozen copy of the current policy, without a critic; takes as much memory again as its
-    weights.
+    """A frozen copy of the current policy, without a critic.
+
+    Takes as much memory again as its weights.
 
     Args:
         temperature: of its softmax; the policy's own where log-probs of samples are compared.

@@ -172,8 +172,9 @@ class _Display:
 
 
 def _take_back(path: Path, start: int) -> float:
-    """Remove the lines after the step that a run resumes from, and set unreadable ones aside; a
-    warning counts them.
+    """Remove the lines after the step that a run resumes from, and set unreadable ones aside.
+
+    A warning counts them.
 
     Returns:
         The number of tokens that the run has read.

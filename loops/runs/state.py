@@ -161,8 +161,9 @@ def _make_tensors(
     parameters: Mapping[str, nn.Parameter],
     saved: Mapping[str, TensorStorageMetadata],
 ) -> dict[str, Tensor]:
-    """Have an optimizer make the tensors that were saved of it, which a new one has not; returns
-    them by path.
+    """Have an optimizer make the tensors that were saved of it, which a new one has not.
+
+    Returns them by path.
     """
     # optimizer/layers.0.mlp.weight/exp_avg is exp_avg of the parameter layers.0.mlp.weight.
     of_part = {path for path in saved if path.startswith(f"{part}/")}

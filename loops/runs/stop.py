@@ -17,15 +17,17 @@ _catching: set[signal.Signals] = set()
 
 
 class Stopped(SystemExit):
-    """A signal ended the run after a whole step, which was saved. Uncaught, it ends the process
-    with ``code``.
+    """A signal ended the run after a whole step, which was saved.
+
+    Uncaught, it ends the process with ``code``.
     """
 
 
 @contextmanager
 def signals(*, visible: bool) -> Iterator[dict[str, float]]:
-    """Catch the signals of `STATUS`; yields a count for each, 1 for the first that arrives and 0
-    for the others.
+    """Catch the signals of `STATUS`.
+
+    Yields a count for each, 1 for the first that arrives and 0 for the others.
 
     A second SIGINT has its usual effect. A handler that the program has set itself stays, as do
     signals that are ignored; outside of the main thread none is caught.

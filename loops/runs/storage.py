@@ -33,8 +33,9 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class DirectoryWriter(FileSystemWriter):
-    """Writes the shard of this rank and its other ``files``; the main process renames the directory
-    when all are there.
+    """Writes the shard of this rank and its other ``files``.
+
+    The main process renames the directory when all are there.
 
     The format is that of HuggingFaceStorageWriter, which copies all tensors before it writes the
     first.
@@ -142,8 +143,9 @@ def _dtype(item: WriteItem) -> torch.dtype:
 
 
 def write(path: Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Write the file and flush it to the disk; returns its SHA-256, computed in another thread
-    meanwhile.
+    """Write the file and flush it to the disk.
+
+    Returns its SHA-256, computed in another thread meanwhile.
     """
     sha256 = hashlib.sha256()
     with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
@@ -166,8 +168,9 @@ def remove_partial(parent: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory, or a link to one, if there is one; a warning says why it can't be
-    removed.
+    """Remove a directory, or a link to one, if there is one.
+
+    A warning says why it can't be removed.
     """
     try:
         if os.path.lexists(path):

@@ -69,8 +69,9 @@ class _Running:
 
 @dataclass(repr=False)
 class Training:
-    """A run that is ready. Its steps are taken while it is iterated over, or all of them by
-    `train`.
+    """A run that is ready.
+
+    Its steps are taken while it is iterated over, or all of them by `train`.
 
         for step in training:       # a `StepResult`: number and metrics
             ...                     # your own code; `break` ends the run
@@ -365,6 +366,7 @@ class Training:
 
     def _stage_upload(self, run: _Running) -> None:
         """Write the model of a checkpoint aside, and begin to upload it, if it is to be on the Hub.
+
         Every rank calls it.
         """
         context, accelerator = self.context, self.context.accelerator
@@ -401,8 +403,9 @@ class Training:
             self.context.accelerator.print(self.context.stream.accounting)
 
     def _load_best(self) -> None:
-        """Take back the weights of the best step, if the run is to end with them. Every rank calls
-        it.
+        """Take back the weights of the best step, if the run is to end with them.
+
+        Every rank calls it.
 
         Raises:
             CheckpointError: if the checkpoint of that step is damaged.
@@ -429,8 +432,9 @@ class Training:
         raise stopped
 
     def _describe(self, step: int, micro_batches: list[int]) -> str:
-        """Name rows of these micro-batches of all ranks; if there are none, rows of the whole
-        step.
+        """Name rows of these micro-batches of all ranks.
+
+        If there are none, rows of the whole step.
         """
         plan = self.feed.plan(step)
         if not any(gather_object(plan)):  # a feed of the caller's own that plans nothing
@@ -465,8 +469,9 @@ class Training:
         return step % period == 0
 
     def evaluate(self, rows: object = None) -> dict[str, float]:
-        """The metrics ``eval/...`` of the model as it is, on ``eval_data`` or on these rows. Every
-        rank calls it.
+        """The metrics ``eval/...`` of the model as it is, on ``eval_data`` or on these rows.
+
+        Every rank calls it.
 
         Args:
             rows: what ``eval_data`` may be: a list of rows, a file, a Dataset. Not in online
@@ -491,8 +496,9 @@ class Training:
         )
 
     def _evaluate(self) -> bool:
-        """Add the metrics of held-out data, which a schedule may follow; true if they are the best
-        so far.
+        """Add the metrics of held-out data, which a schedule may follow.
+
+        True if they are the best so far.
         """
         with at("evaluating"):
             held_out = self.evaluate() if self.feed.evaluates else {}

@@ -382,8 +382,9 @@ def _listed(micro_batches: Iterable[Batch]) -> list[Batch]:
 def sum_over_ranks(
     accelerator: Accelerator, values: Mapping[Name, float], *, copies: int = 1
 ) -> dict[Name, float]:
-    """Sums over ranks; ``copies`` is how many of them have the same values, of the same data: see
-    `ranks_together`.
+    """Sums over ranks.
+
+    ``copies`` is how many of them have the same values, of the same data: see `ranks_together`.
     """
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
     total: Any = accelerator.reduce(packed, reduction="sum")
@@ -406,8 +407,9 @@ def optimize(
         f"micro-batches {micro_batches}"
     ),
 ) -> Iterator[StepResult]:
-    """Yield after each optimizer step. ``batches(k)`` gives this rank's micro-batches of step k,
-    counted from 0.
+    """Yield after each optimizer step.
+
+    ``batches(k)`` gives this rank's micro-batches of step k, counted from 0.
 
     Args:
         describe: ``describe(k, indices)`` names, for a message, the data of a step whose gradient

@@ -64,8 +64,9 @@ class DecodeSequence:
 
 @dataclass
 class ModelRunner:
-    """The policy's module: token ids to the input of its head, and that to logits; see
-    `LocalSource`.
+    """The policy's module: token ids to the input of its head, and that to logits.
+
+    See `LocalSource`.
     """
 
     policy: Policy

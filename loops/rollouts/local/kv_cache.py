@@ -98,8 +98,9 @@ class ContinuousBatch(Cache):
         return torch.cat(states)
 
     def _read(self, texts: Sequence[tuple[list[int], int]]) -> Tensor:
-        """Read texts, each for so many rows, and store their keys and values; returns the last
-        states of the rows.
+        """Read texts, each for so many rows, and store their keys and values.
+
+        Returns the last states of the rows.
         """
         ids = self.runner.ids([text for text, _ in texts])
         lengths = [(len(text), count) for text, count in texts]

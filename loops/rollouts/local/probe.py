@@ -122,8 +122,9 @@ def _window(config: object) -> float:
 
 
 def _try_out(batch: DecodeBatch) -> str | None:
-    """The reason why this batch can't be used; None if its states are those of the plain model for
-    each text.
+    """The reason why this batch can't be used.
+
+    None if its states are those of the plain model for each text.
     """
     runner = batch.runner
     shifted: dict[int, Tensor] = {}
@@ -179,8 +180,9 @@ def _is_shifted(
 
 
 def _read_script(batch: DecodeBatch) -> list[list[tuple[list[int], Tensor]]]:
-    """For each sequence, all that was read of it, each with the states that follow; the first one
-    leaves early.
+    """For each sequence, all that was read of it, each with the states that follow.
+
+    The first one leaves early.
     """
     sampling = SamplingParams(max_tokens=3)
     requests = [

@@ -154,8 +154,10 @@ class LocalSource:
             self._fail(error)
 
     def _unfinished(self, queue: list[DecodeSequence]) -> list[DecodeSequence]:
-        """The sequences that wait, and after them those that have arrived, sorted; without those of
-        a request that was cancelled."""
+        """The sequences that wait, and after them those that have arrived, sorted.
+
+        Without those of a request that was cancelled.
+        """
         arrived = sorted(self._arrived, key=lambda sequence: sequence.place)
         self._arrived = []
         return [sequence for sequence in [*queue, *arrived] if sequence.finish is None]
@@ -204,8 +206,9 @@ class LocalSource:
 
 
 class DetachedSource(LocalSource):
-    """Draws from a copy of the policy, while the policy trains; `publish` copies the weights,
-    between two tokens.
+    """Draws from a copy of the policy, while the policy trains.
+
+    `publish` copies the weights, between two tokens.
 
     Takes the arguments of `LocalSource`; adapters are merged in the copy. That of a sharded policy
     is whole: all ranks make theirs, and publish, at the same time.

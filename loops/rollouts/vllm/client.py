@@ -29,8 +29,9 @@ _PER_TOKEN = 1024  # vLLM writes about 250 for a token, its log-prob and its byt
 
 
 class Rejected(SourceError):
-    """A healthy server refuses a request; a server error, an overload, or an adapter lost in a
-    restart may pass.
+    """A healthy server refuses a request.
+
+    A server error, an overload, or an adapter lost in a restart may pass.
     """
 
     def __init__(self, message: str, status: int) -> None:
@@ -42,8 +43,9 @@ class Rejected(SourceError):
 
 
 class VLLMClient:
-    """Calls to a server; every method may raise what `get` raises. Weights go to it by the methods
-    of a `VLLMEngine`.
+    """Calls to a server; every method may raise what `get` raises.
+
+    Weights go to it by the methods of a `VLLMEngine`.
 
     A call takes no longer than its time in all, however slowly the answer drips, and no more of the
     answer is read than it may have.
@@ -115,8 +117,9 @@ class VLLMClient:
         )
 
     async def models(self) -> list[tuple[str, str]]:
-        """The name of each model that it serves, and where the model is from; the first is the one
-        it was started with.
+        """The name of each model that it serves, and where the model is from.
+
+        The first is the one it was started with.
 
         Raises:
             SourceError: if its answer is no list of models.

@@ -63,8 +63,9 @@ def start_engine(
 
 
 class VLLMEngine:
-    """vLLM's engine, which this process takes a step of at a time; weights change between two
-    steps.
+    """vLLM's engine, which this process takes a step of at a time.
+
+    Weights change between two steps.
 
     Args:
         llm: from `start_engine`; with ``enable_sleep_mode`` it frees its memory while there is
@@ -177,8 +178,9 @@ class VLLMEngine:
         )
 
     async def _drive(self) -> None:
-        """Take steps while a completion is waited for; other tasks of the event loop run in
-        between.
+        """Take steps while a completion is waited for.
+
+        Other tasks of the event loop run in between.
         """
         try:
             while self._waiting:

@@ -84,8 +84,9 @@ _FIXES = (  # the first pattern that is found, and what a user of the command li
 
 
 class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
-    """Start a server of a model and wait until it is healthy; it ends with this process, even if
-    that is killed.
+    """Start a server of a model and wait until it is healthy.
+
+    It ends with this process, even if that is killed.
 
     Each of its routes needs a key, which is drawn at random and only in its environment: other
     users of the machine can reach its port, and would otherwise replace weights or call methods in
@@ -294,7 +295,8 @@ def _reached_at(host: str) -> str:
 
 
 def first_error(log: str) -> tuple[str, str | None] | None:
-    """The first line of a log that names an error, with the lines that explain it, and its fix;
+    """The first line of a log that names an error, with the lines that explain it, and its fix.
+
     None where unknown.
     """
     lines = [match.groups() for line in log.splitlines() if (match := _LINE.match(line))]

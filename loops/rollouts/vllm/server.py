@@ -196,8 +196,9 @@ class VLLMServer:
         self._note_heard()
 
     async def version(self) -> int | None:
-        """Wait for a server that is down, or revive it. None after a restart; then the server is
-        checked again.
+        """Wait for a server that is down, or revive it.
+
+        None after a restart; then the server is checked again.
         """
         return await self._within_patience(self._known_version(), _SLACK)
 
@@ -256,8 +257,9 @@ class VLLMServer:
         await check_model(self._client, model, self.config, self.tokenizer, self.vocab)
 
     async def _within_patience(self, work: Coroutine[Any, Any, T], slack: float = 0.0) -> T:
-        """Return the result of the work. Attempts that come too late, one after the other, share
-        one patience.
+        """Return the result of the work.
+
+        Attempts that come too late, one after the other, share one patience.
 
         Raises:
             SourceLost: also for a refusal that may pass; `SourceBusy`, if the weights are still

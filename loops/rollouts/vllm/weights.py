@@ -45,8 +45,9 @@ _PART = 1 << 30  # bytes that are on their way at once, to all servers
 async def send_weights(
     sources: Sequence[Any], weights: NamedWeights, version: int
 ) -> dict[Any, BaseException]:
-    """Send the weights to all sources in lockstep; returns the errors of those that failed, and
-    raises if all did.
+    """Send the weights to all sources in lockstep.
+
+    Returns the errors of those that failed, and raises if all did.
 
     They are read once, a part at a time, and the next part when every source has taken this one:
     however slow one of them is, their copies of a part take no more than 1 GiB in all, or one
@@ -110,8 +111,9 @@ class FullWeights:
         self._newest = -1  # version that was published
 
     def misfit(self, config: Mapping[str, object]) -> tuple[str, str] | None:
-        """Why a server of this configuration can't be updated so, and the flags that it needs; None
-        if it can.
+        """Why a server of this configuration can't be updated so, and the flags that it needs.
+
+        None if it can.
         """
         if config.get("lora_config") is not None:
             return (
@@ -211,8 +213,9 @@ class Files(FullWeights):
 
 
 class Nccl(FullWeights):
-    """Whole weights from GPU to GPUs, broadcast by this process; needs vLLM in the trainer's
-    environment, too.
+    """Whole weights from GPU to GPUs, broadcast by this process.
+
+    Needs vLLM in the trainer's environment, too.
 
     Written to vLLM 0.32's contract and tested against a stand-in; no GPU has run it yet. Seconds
     per publication on one host with two GPUs, compared with `Files` in ``/dev/shm``, will decide if
@@ -268,8 +271,9 @@ class Nccl(FullWeights):
     async def _collective(
         self, trainer: Callable[[], object], server: Coroutine[Any, Any, None]
     ) -> Any:
-        """Run both sides of a collective; if one fails, the other waits in NCCL forever, and is
-        abandoned.
+        """Run both sides of a collective.
+
+        If one fails, the other waits in NCCL forever, and is abandoned.
         """
 
         def on_device() -> Any:
@@ -288,8 +292,9 @@ class Nccl(FullWeights):
 
 
 class Adapters:
-    """One more LoRA adapter for every version, under a name of its own; nothing is merged, nothing
-    changed in place.
+    """One more LoRA adapter for every version, under a name of its own.
+
+    Nothing is merged, nothing changed in place.
 
     Here ``publish`` takes the adapter's own tensors, by the names of
     ``peft.get_peft_model_state_dict``. A completion under way continues with the adapter that it
