@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,27 +40,23 @@ TensorReader = Callable[[nn.Module, Batch], Tensors]
 CHOSEN, REJECTED = 0, 1
 
 
-def tensor_parameters(function: Any) -> list[inspect.Parameter]:
+def tensor_parameters(function: Callable[..., object]) -> list[inspect.Parameter]:
     """The tensors of a loss: its positional parameters."""
-    parameters = inspect.signature(
-        getattr(function, "func", function), eval_str=True
-    ).parameters.values()
-    return [
-        parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
+    function = getattr(function, "func", function)  # of a partial, all of them, also those bound
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
+    return [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
-def units_of(function: object) -> dict[str, str | None]:
+def units_of(function: Callable[..., object]) -> dict[str, str | None]:
     """The unit of each tensor of a loss, by name; None without an annotation that says it."""
-    return {
-        parameter.name: _unit(parameter.annotation) for parameter in tensor_parameters(function)
-    }
+    return {each.name: _unit(each.annotation) for each in tensor_parameters(function)}
 
 
 def _unit(annotation: object) -> str | None:
     """The unit of a jaxtyping annotation, the name of its dimension; "" for one number for the
     whole step.
     """
+    # Float[Tensor, "tokens"] has the text "tokens"; of Tensor | None it is one of the arguments.
     for kind in (annotation, *get_args(annotation)):
         if hasattr(kind, "dim_str"):
             return str(kind.dim_str).strip(" *")
@@ -105,11 +101,9 @@ class Term:
                 f"Term: the weighting must be a function of a batch, such as burnish.loops.token_mean, "
                 f"got {self.weighting!r:.80}"
             )
-        inputs = [
-            (parameter, _unit(parameter.annotation) or "")
-            for parameter in tensor_parameters(self.function)
-        ]
-        object.__setattr__(self, "_inputs", inputs)
+        # Once: reading a signature takes longer than some losses.
+        inputs = [(each, _unit(each.annotation) or "") for each in tensor_parameters(self.function)]
+        object.__setattr__(self, "_inputs", inputs)  # the dataclass is frozen
 
     @cached_property
     def unit(self) -> str:
@@ -215,9 +209,9 @@ def _check_terms(who: str, losses: Mapping[str, Term]) -> None:
 
 def _check_policy(who: str, wanted: str, policy: nn.Module) -> None:
     """Raise ValueError for a transformers or peft model, which takes token ids, not a batch."""
-    inner: Any = policy
+    inner = policy
     while isinstance(getattr(inner, "module", None), nn.Module):  # wrapped for several ranks
-        inner = inner.module
+        inner = cast(nn.Module, inner.module)
     if isinstance(inner, PreTrainedModel) or hasattr(inner, "peft_config"):
         raise ValueError(
             f"{who}: wanted a burnish.loops.{wanted}, got the model itself, {type(inner).__name__}; "
@@ -300,9 +294,10 @@ def policy_tensors(
             "ref_logp": None if reference is None else reference(batch),
             "sequence": batch.sequence,
         }
-        tensors: Tensors = {
-            ("tokens", name): value for name, value in of_tokens.items() if value is not None
-        }
+        tensors: Tensors = {}
+        for name, value in of_tokens.items():
+            if value is not None:
+                tensors["tokens", name] = value
         completions = len(batch.completion)
         for name in ("logp", "ref_logp"):
             of_token = tensors.get(("tokens", name))

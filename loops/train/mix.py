@@ -106,13 +106,13 @@ def _term(
     return Term(bound, coefficient, weigh, completions, tuple(columns))
 
 
-def _coefficient(name: str, value: Any) -> float:
+def _coefficient(name: str, value: object) -> float:
     """The number itself; raises ValueError if it is none."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):
-        hint = "; your own function is a key: {function: 1.0}" if callable(value) else ""
-        raise ValueError(f"loss: {name}: wanted a number for its coefficient, got {value!r}{hint}")
-    return value  # type: ignore[no-any-return]
+    if isinstance(value, int | float) and is_number and math.isfinite(value):
+        return value
+    hint = "; your own function is a key: {function: 1.0}" if callable(value) else ""
+    raise ValueError(f"loss: {name}: wanted a number for its coefficient, got {value!r}{hint}")
 
 
 def loss_name(loss: object) -> str:
@@ -217,15 +217,13 @@ def _bind(
         if parameter not in parameters:
             wanted = ", ".join(sorted(parameters)) or "none"
             raise ValueError(f"loss: {name} has no {parameter!r}; it has {wanted}")
-    bound = {
-        parameter: value
-        for parameter, value in {**shared, **settings}.items()
-        if parameter in parameters
-    }
+    bound = {}
+    for parameter, value in {**shared, **settings}.items():
+        if parameter in parameters:
+            bound[parameter] = value
     values = {name: parameter.default for name, parameter in parameters.items()} | bound
-    missing = sorted(
-        parameter for parameter, value in values.items() if value is inspect.Parameter.empty
-    )
+    empty = inspect.Parameter.empty  # a hyper-parameter without a default
+    missing = sorted(parameter for parameter, value in values.items() if value is empty)
     if missing:
         example = ", ".join(f"{parameter}: ..." for parameter in missing)
         raise ValueError(
@@ -251,13 +249,10 @@ def _check_range(
             raise ValueError(f"{name}: {parameter} must be {allowed.words}, got {value}")
 
 
-def hyper_parameters(function: Any) -> dict[str, inspect.Parameter]:
+def hyper_parameters(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of a loss, by name."""
     parameters = inspect.signature(function, eval_str=True).parameters.values()
-    return {
-        parameter.name: parameter
-        for parameter in parameters
-        if parameter.kind is parameter.KEYWORD_ONLY
-    }
+    return {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def losses_of(module: ModuleType) -> dict[str, Loss]:

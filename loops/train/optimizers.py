@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ _OPTIMIZERS |= {
     "schedule_free_radam": "schedulefree:RAdamScheduleFree",
     "schedule_free_sgd": "schedulefree:SGDScheduleFree",
 }
+# A parameter group as torch has it: "params", and the learning rate and other options of them.
+Group = dict[str, Any]
+
 # transformers' names of some of them.
 _OF_TRANSFORMERS = {
     **dict.fromkeys(
@@ -97,13 +101,14 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     name = plain_name(given) if isinstance(given, str) else str(getattr(given, "__name__", given))
     kind = _find_optimizer(name) if isinstance(config.optimizer, str) else config.optimizer
     kwargs = _checked_kwargs(config)
-    trained = {
-        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
-    }
+    trained: dict[str, Tensor] = {}
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[path] = parameter
     parameters = list(trained.values())
     _check_support(config, name, kind, parameters)
 
-    groups: Any
+    groups: list[Group] | list[Tensor]
     if config.weight_decay:
         groups = _decay_groups(model, trained, config.weight_decay)
     elif isinstance(kind, type):
@@ -112,6 +117,7 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
         groups = parameters  # a function may look for some of them
     try:
         if _has_bfloat16(parameters) or config.offload_optimizer:
+            # A class of its own, so that the copies come in front of any optimizer's step.
             members = {
                 "rounding": config.rounding,
                 "seed": config.seed,
@@ -203,14 +209,12 @@ def _check_support(config: Common, name: str, kind: object, parameters: Sequence
         )
 
 
-def _decay_groups(
-    model: nn.Module, trained: Mapping[str, Tensor], decay: float
-) -> list[dict[str, Any]]:
+def _decay_groups(model: nn.Module, trained: Mapping[str, Tensor], decay: float) -> list[Group]:
     """Parameters that decay, and those that don't; a group without any is left out."""
     decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
     decayed = [parameter for name, parameter in trained.items() if name in decays]
     spared = [parameter for name, parameter in trained.items() if name not in decays]
-    groups: list[dict[str, Any]] = [
+    groups: list[Group] = [
         {"params": decayed, "weight_decay": decay},
         {"params": spared, "weight_decay": 0.0},
     ]
@@ -242,7 +246,7 @@ class MuonWithAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Sequence[dict[str, Any]],
+        params: Sequence[Group],
         lr: float,
         weight_decay: float = 0.0,
         *,
@@ -284,9 +288,9 @@ class MuonWithAdamW(Optimizer):
             groups = [group for group in self.param_groups if ("momentum" in group) == by_muon]
             gathered: dict[Tensor, DTensor] = {}
             if by_muon:
-                gathered = {
-                    p: self._gather(p) for group in groups for p in group["params"] if _is_narrow(p)
-                }
+                for p in chain.from_iterable(group["params"] for group in groups):
+                    if _is_narrow(p):
+                        gathered[p] = self._gather(p)
             # A resumed run and the loop's schedule replace the outer optimizer's state and groups:
             # take its own anew.
             part.state = self.state
@@ -316,14 +320,14 @@ class MuonWithAdamW(Optimizer):
         }
 
 
-def _groups_of(
-    groups: Sequence[dict[str, Any]], wanted: Callable[[Tensor], bool]
-) -> list[dict[str, Any]]:
+def _groups_of(groups: Sequence[Group], wanted: Callable[[Tensor], bool]) -> list[Group]:
     """The groups with the wanted parameters alone; a group without any is left out."""
-    chosen = [
-        {**group, "params": [each for each in group["params"] if wanted(each)]} for group in groups
-    ]
-    return [group for group in chosen if group["params"]]
+    chosen = []
+    for group in groups:
+        parameters = [each for each in group["params"] if wanted(each)]
+        if parameters:
+            chosen.append({**group, "params": parameters})
+    return chosen
 
 
 def _is_narrow(matrix: Tensor) -> bool:
@@ -543,7 +547,7 @@ def make_schedule(config: Common, optimizer: Optimizer, steps: int) -> LRSchedul
         ValueError: if it has no such argument, one is missing or wrong, or it needs evaluations and
             there are none.
     """
-    name: str = config.schedule
+    name: str = config.schedule  # as a text: constant may become constant_with_warmup
     who = f"schedule {name}"
     if hasattr(optimizer, "eval") and not name.startswith("constant"):
         raise ValueError(

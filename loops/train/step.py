@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ...objectives import Stats
-from ..batch import Batch, Weightings, collate
+from ..batch import Batch, Weightings, Weights, collate
 from ..models.backbone import Backbone, evaluating
 from ..models.probe import probe_examples
 from ..models.sharding import ranks_together, whole
@@ -64,43 +64,49 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
-        self.times: list[Any] = []
+        self.times: list[float] = []  # by the clock of the host
+        self.events: list[torch.Event] = []  # when the GPU gets there
 
     def start(self) -> None:
-        self.times = [self._now()]
+        self.times.clear()
+        self.events.clear()
+        self._mark()
 
     def stop(self) -> None:
-        self.times.append(self._now())
+        self._mark()
 
     def seconds(self) -> float:
         """The time between the two, when the device has been waited for."""
-        if len(self.times) < 2:
-            return 0.0
-        first, last = self.times[0], self.times[-1]
-        return float(first.elapsed_time(last) / 1000 if self.on_gpu else last - first)
+        if len(self.events) > 1:
+            milliseconds: float = self.events[0].elapsed_time(self.events[-1])
+            return milliseconds / 1000
+        if len(self.times) > 1:
+            return self.times[-1] - self.times[0]
+        return 0.0
 
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event: Any = torch.Event("cuda", enable_timing=True)
-        event.record()
-        return event
+    def _mark(self) -> None:
+        if self.on_gpu:
+            event = torch.Event("cuda", enable_timing=True)
+            event.record()
+            self.events.append(event)
+        else:
+            self.times.append(time.perf_counter())
 
 
-def loss_and_stats(name: str, returned: Any) -> tuple[Tensor, Stats]:
+def loss_and_stats(name: str, returned: object) -> tuple[Tensor, Stats]:
     """What a loss returned, a pair of a tensor and a dict.
 
     Raises:
         ValueError: if it returned something else, such as the tensor alone.
     """
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    if not is_pair or not isinstance(returned[0], Tensor) or not isinstance(returned[1], Mapping):
-        raise ValueError(
-            f"loss {name}: wanted (loss, stats), a tensor with one entry per unit and a dict of such tensors, "
-            f"got {type(returned).__name__}; without stats return (loss, {{}})"
-        )
-    loss, stats = returned
-    return loss, dict(stats)
+    if isinstance(returned, tuple) and len(returned) == 2:
+        loss, stats = returned
+        if isinstance(loss, Tensor) and isinstance(stats, Mapping):
+            return loss, dict(stats)
+    raise ValueError(
+        f"loss {name}: wanted (loss, stats), a tensor with one entry per unit and a dict of such tensors, "
+        f"got {type(returned).__name__}; without stats return (loss, {{}})"
+    )
 
 
 class Sums:
@@ -124,17 +130,20 @@ class Sums:
         self.accelerator = accelerator
         self.weightings = weightings
         self.copies = ranks_together(policy)
-        self.weights = [
-            {name: weigh(batch) for name, (_, weigh) in weightings.items()}
-            for batch in micro_batches
-        ]
+        self.weights: list[dict[str, Weights]] = []
+        for batch in micro_batches:
+            weights = {name: weigh(batch) for name, (_, weigh) in weightings.items()}
+            self.weights.append(weights)
         if not self.weights:  # the other ranks would wait for it
             raise ValueError(
                 "step: wanted micro-batches, got none; a rank without examples takes [collate([])]"
             )
-        shares = {
-            name: sum((weights[name].share for weights in self.weights), 0.0) for name in weightings
-        }
+        shares = dict.fromkeys(weightings, 0.0)
+        for weights in self.weights:
+            for name in weightings:
+                shares[name] += weights[name].share
+        # Before the first forward pass: every Z depends on masks only, so that each loss can be
+        # divided by it at once.
         self.denominators = sum_over_ranks(accelerator, shares, copies=self.copies)
         self.sums: dict[str, Tensor | float] = {}  # metric -> Σ w·x of this rank
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
@@ -166,6 +175,7 @@ class Sums:
                 if self.term.setdefault(metric, name) == name:
                     self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
             if coefficient:
+                # Without any unit on any rank the sum is 0, whatever it is divided by.
                 share = coefficient / (self.denominators[name] or 1.0)
                 total = total + share * (weight.to(loss.dtype) * loss).sum()
         return total
@@ -176,9 +186,8 @@ class Sums:
         values = {("metric", metric): float(value) for metric, value in self.sums.items()}
         # Σ w of each loss, which for `fixed_length` is not its denominator
         for name in self.weightings:
-            values["weight", name] = float(
-                sum(weights[name].weight.sum() for weights in self.weights)
-            )
+            total_weight = sum(weights[name].weight.sum() for weights in self.weights)
+            values["weight", name] = float(total_weight)
         values |= {("count", name): count for name, count in counts.items()}
         total = sum_over_ranks(self.accelerator, values, copies=self.copies)
         means = {}
@@ -189,11 +198,10 @@ class Sums:
                 continue  # it is only measured, and has no unit
             weight = self.denominators[name] if metric in self.weightings else total["weight", name]
             means[metric] = total["metric", metric] / (weight or 1.0)
-        loss = sum(
-            coefficient * means[name]
-            for name, (coefficient, _) in self.weightings.items()
-            if coefficient
-        )
+        loss = 0.0
+        for name, (coefficient, _) in self.weightings.items():
+            if coefficient:
+                loss += coefficient * means[name]
         return {"loss": loss, **means}, {name: total["count", name] for name in counts}
 
 
@@ -209,7 +217,7 @@ def _check_weightings(weightings: Weightings) -> None:
 
 def prepare(
     accelerator: Accelerator, policy: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[Any, Any]:
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """`Accelerator.prepare`, without DDP around a sharded policy, whose own hooks reduce its
     gradients.
 
@@ -226,7 +234,7 @@ def prepare(
             log.info("%d weights get no gradient, such as %s", len(unused), unused[0])
             accelerator.ddp_handler = accelerator.ddp_handler or DistributedDataParallelKwargs()
             accelerator.ddp_handler.find_unused_parameters = True
-    prepared: tuple[Any, Any] = accelerator.prepare(policy, optimizer)
+    prepared: tuple[nn.Module, torch.optim.Optimizer] = accelerator.prepare(policy, optimizer)
     return prepared
 
 
@@ -235,6 +243,7 @@ def _unused(accelerator: Accelerator, policy: Backbone) -> list[str]:
     batch = collate(probe_examples(policy), device=accelerator.device)
     with evaluating(policy), torch.enable_grad(), accelerator.autocast():  # draws nothing at random
         outputs = tree_leaves(policy(batch))
+    # One number that depends on all outputs; integers, such as ranks of tokens, have no gradient.
     sums = [each.sum() for each in outputs if isinstance(each, Tensor) and each.requires_grad]
     trained = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}
     gradients = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
@@ -288,8 +297,10 @@ def train_step(
         stopwatch or Stopwatch(accelerator.device),
     )
 
+    # Weights that the optimizer lacks must not count in the norm. In float16 this also takes the
+    # scale of the loss off the gradients.
     clipped = [each for each in policy.parameters() if each.grad is None or each in given]
-    norm: Any = accelerator.clip_grad_norm_(clipped, max_grad_norm)
+    norm: Tensor = accelerator.clip_grad_norm_(clipped, max_grad_norm)
     grad_norm = float(whole(norm))
     # at 0, momentum alone would move the weights
     taken = math.isfinite(grad_norm) and grad_norm > 0
@@ -353,6 +364,7 @@ def _accumulate(
     stopwatch.start()
     for i, batch in enumerate(micro_batches):
         last = i == len(micro_batches) - 1
+        # `no_sync` keeps DDP from reducing: of the last backward pass it reduces the sum of all.
         with nullcontext() if last or sharded else accelerator.no_sync(policy):
             total = torch.as_tensor(sums.add(i, objective(policy, batch)))
             if last:
@@ -387,7 +399,7 @@ def sum_over_ranks(
     ``copies`` is how many of them have the same values, of the same data: see `ranks_together`.
     """
     packed = torch.tensor(list(values.values()), dtype=torch.float64, device=accelerator.device)
-    total: Any = accelerator.reduce(packed, reduction="sum")
+    total: Tensor = accelerator.reduce(packed, reduction="sum")
     return dict(zip(values, (total / copies).tolist(), strict=True))
 
 
@@ -421,7 +433,7 @@ def optimize(
     """
     failures = 0
     stopwatch = Stopwatch(accelerator.device)
-    # that of Accelerate takes a step for each rank
+    # Out of Accelerate's wrapper, which takes a step for each rank: batches are global here.
     schedule = getattr(schedule, "scheduler", schedule)
     for number in range(start + 1, steps + 1):
         began = time.perf_counter()
