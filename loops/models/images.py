@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ...data import Example
 from ...data.images import ImageReader, ImageRef
 
-Axes = list[list[int]]  # the positions of tokens in each of three axes: time, height and width
-
 
 class ImageInputs:
     """What a model sees of examples with images.
@@ -76,7 +74,7 @@ class ImageInputs:
             for name in parts[0]
         }
 
-    def axes(self, plain: Any, ids: list[int], images: Sequence[ImageRef]) -> Axes:
+    def axes(self, plain: Any, ids: list[int], images: Sequence[ImageRef]) -> list[list[int]]:
         """Positions [3, tokens] of a sequence, by the model's own rule: images take a plane of them
         (M-RoPE).
         """
@@ -96,7 +94,7 @@ class ImageInputs:
         rule = plain.base_model.get_rope_index
         accepted = inspect.signature(rule).parameters
         positions, _ = rule(**{name: each for name, each in given.items() if name in accepted})
-        axes: Axes = positions[:, 0].tolist()
+        axes: list[list[int]] = positions[:, 0].tolist()
         return axes
 
 
