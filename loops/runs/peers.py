@@ -27,10 +27,10 @@ MEETING = 12.0
 
 # Messages are lines of JSON: ["beat", 0.3, 17, "saving"], ["failed", 1, "rank 2 ..."],
 # ["hung", "..."], ["bye"]; see `liveness`.
-Message = list[Any]
+_Message = list[Any]
 # What identifies a process: [machine and namespace, process id, start in ticks of the machine], of
 # which the last tells it from a later process with the same id.
-Process = list[Any]
+_Process = list[Any]
 
 _PATIENCE = 1.0  # seconds for a process to end
 _LONGEST_LINE = 1 << 16
@@ -55,7 +55,7 @@ class Peer:
 
     rank: int
     connection: socket.socket
-    process: Process
+    process: _Process
     heard: float = field(default_factory=time.monotonic)
     still: float = 0.0
     step: int = 0
@@ -78,7 +78,7 @@ class Peer:
                 self._sending = self._sending or self.unsent.popleft()
                 self._sending = self._sending[self.connection.send(self._sending) :]
 
-    def read(self) -> list[Message]:
+    def read(self) -> list[_Message]:
         """The messages that have come. `gone` is set if the process has ended."""
         try:
             received = self.connection.recv(1 << 16)
@@ -197,8 +197,8 @@ def _addresses() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def own_process() -> Process:
-    """What identifies this process; see `Process`."""
+def own_process() -> _Process:
+    """What identifies this process; see `_Process`."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         # Containers of one machine number their processes independently.
@@ -217,7 +217,7 @@ def _start_of(process: int) -> str:
     return numbers[18]
 
 
-def end_stopped(process: Process) -> None:
+def end_stopped(process: _Process) -> None:
     """End a silent process of this machine; its launcher has to, on another one.
 
     Where it was stopped it goes on, finds that the others have ended, and reports its stacks

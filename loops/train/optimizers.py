@@ -51,7 +51,7 @@ _OPTIMIZERS |= {
     "schedule_free_sgd": "schedulefree:SGDScheduleFree",
 }
 # A parameter group as torch has it: "params", and the learning rate and other options of them.
-Group = dict[str, Any]
+ParameterGroup = dict[str, Any]
 
 # transformers' names of some of them.
 _OF_TRANSFORMERS = {
@@ -108,7 +108,7 @@ def make_optimizer(config: Common, model: nn.Module) -> Optimizer:
     parameters = list(trained.values())
     _check_support(config, name, kind, parameters)
 
-    groups: list[Group] | list[Tensor]
+    groups: list[ParameterGroup] | list[Tensor]
     if config.weight_decay:
         groups = _decay_groups(model, trained, config.weight_decay)
     elif isinstance(kind, type):
@@ -209,12 +209,14 @@ def _check_support(config: Common, name: str, kind: object, parameters: Sequence
         )
 
 
-def _decay_groups(model: nn.Module, trained: Mapping[str, Tensor], decay: float) -> list[Group]:
+def _decay_groups(
+    model: nn.Module, trained: Mapping[str, Tensor], decay: float
+) -> list[ParameterGroup]:
     """Parameters that decay, and those that don't; a group without any is left out."""
     decays = set(get_parameter_names(model, [nn.LayerNorm], _NO_DECAY))  # type: ignore[no-untyped-call]
     decayed = [parameter for name, parameter in trained.items() if name in decays]
     spared = [parameter for name, parameter in trained.items() if name not in decays]
-    groups: list[Group] = [
+    groups: list[ParameterGroup] = [
         {"params": decayed, "weight_decay": decay},
         {"params": spared, "weight_decay": 0.0},
     ]
@@ -246,7 +248,7 @@ class MuonWithAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Sequence[Group],
+        params: Sequence[ParameterGroup],
         lr: float,
         weight_decay: float = 0.0,
         *,
@@ -320,7 +322,9 @@ class MuonWithAdamW(Optimizer):
         }
 
 
-def _groups_of(groups: Sequence[Group], wanted: Callable[[Tensor], bool]) -> list[Group]:
+def _groups_of(
+    groups: Sequence[ParameterGroup], wanted: Callable[[Tensor], bool]
+) -> list[ParameterGroup]:
     """The groups with the wanted parameters alone; a group without any is left out."""
     chosen = []
     for group in groups:
