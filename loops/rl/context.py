@@ -156,7 +156,11 @@ def open_rl(
     )
     tables = partial(log_table, accelerator.trackers)
     log = open_sample_log(
-        run.file("samples.jsonl"), config.show_every, run.tokenizer.decode, tables
+        run.file("samples.jsonl"),
+        config.show_every,
+        run.tokenizer.decode,
+        tables,
+        taken=lambda task: scheduler is None or task in scheduler.ledger,
     )
     return RLContext(
         run, rewards, scheduler, follow, sample_log=log, converse=converse, order=order

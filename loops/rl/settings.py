@@ -210,6 +210,11 @@ class OnlineConfig(Referenced, SamplingConfig):
     """How many rollouts a completion may lag behind the weights of its step; above 0, sampling runs
     during training.
     """
+    in_flight: PositiveInt | None = None
+    """Groups that are sampled or wait at once: a rollout takes those that are ready, and waits for a
+    slow one only when max_staleness makes it due. From prompts_per_rollout to (max_staleness + 1)
+    times as many; null takes prompts in their order.
+    """
     epochs_per_rollout: PositiveInt = 1
     """How often a rollout is trained on."""
     minibatches: PositiveInt = 1
@@ -234,6 +239,12 @@ class OnlineConfig(Referenced, SamplingConfig):
         yield from self.sampling_contradictions()
         if self.streaming:
             yield "streaming: this recipe samples completions for prompts, all of which it reads beforehand"
+        most = (self.max_staleness + 1) * self.prompts_per_rollout
+        if self.in_flight is not None and not self.prompts_per_rollout <= self.in_flight <= most:
+            yield (
+                f"in_flight: wanted from prompts_per_rollout, {self.prompts_per_rollout}, to (max_staleness + 1) times "
+                f"as many, {most}, got {self.in_flight}; raise max_staleness, which bounds the age, or leave it out"
+            )
         if self.minibatches > self.prompts_per_rollout:
             yield (
                 f"minibatches: the {self.prompts_per_rollout} prompts of a rollout can't be shared by "

@@ -126,6 +126,7 @@ def open_scheduler(
             sampling=replace(config.sampling, stop=stop),
             seed=config.seed,
             max_staleness=config.max_staleness,
+            in_flight=config.in_flight,
             attempts=config.vllm.attempts,
             score=score,
         )

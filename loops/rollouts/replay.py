@@ -85,19 +85,31 @@ def open_sample_log(
     show_every: int,
     decode: Callable[[list[int]], object] = str,
     log_table: Callable[..., object] = lambda *table: None,
+    taken: Callable[[int], bool] | None = None,
 ) -> Callable[[Sequence[Sample]], None]:
     """Return ``write(samples)``, which appends a rollout to a file, if any, and prints a few of
     every ``show_every``-th, also by ``log_table(name, step, columns, rows)``.
 
-    The first call drops recorded samples from its first task on: an earlier process of a resumed
-    run drew them. Lines that can't be read are set aside, and counted by a warning.
+    The first call drops recorded samples that an earlier process of a resumed run drew after its
+    last checkpoint. Lines that can't be read are set aside, and counted by a warning.
+
+    Args:
+        taken: ``taken(task)`` says whether the run has taken a task, in these samples or before;
+            unless given, tasks are taken in their order.
     """
     numbers = count()
 
     def write(samples: Sequence[Sample]) -> None:
         number = next(numbers)
         if path is not None and number == 0:
-            _take_back(path, samples[0].task)
+            now = {sample.task for sample in samples}
+            first = min(now)
+
+            def recorded(task: int) -> bool:
+                before = task < first if taken is None else taken(task)
+                return before and task not in now
+
+            _take_back(path, recorded)
         if path is not None:
             write_samples(path, samples)
         if show_every and number % show_every == 0:
@@ -122,8 +134,10 @@ def open_sample_log(
     return write
 
 
-def _take_back(path: Path, first: int) -> None:
-    """Remove the samples from a task on from a file, and set lines that can't be read aside."""
+def _take_back(path: Path, recorded: Callable[[int], bool]) -> None:
+    """Remove the samples from a file of whose tasks none should be recorded, and set lines that
+    can't be read aside.
+    """
 
     def keep(line: bytes) -> bool:
         try:
@@ -131,7 +145,7 @@ def _take_back(path: Path, first: int) -> None:
             check_sample(sample)
         except TypeError as error:
             raise ValueError(f"not a sample: {error}") from error
-        return sample.task < first
+        return recorded(sample.task)
 
     if damaged := sift(path, keep):
         log.warning(

@@ -8,6 +8,16 @@ Tasks are trained on in their order, B per step, so that what is begun at versio
 step v + max_staleness: no age can exceed max_staleness, and nothing is ever discarded. At
 max_staleness 0 nothing is sampled during training.
 
+With `in_flight`, a window takes the place of that order: so many groups are under way or ready when
+a version is published, and a step takes
+
+    1. groups that must not wait any longer, as later steps could not take all of them in time
+    2. groups that are ready, the oldest first
+
+so that the trainer waits for a slow group only when it is due. Whatever the order, the mean age is
+in_flight / B - 1. At most (max_staleness + 1)·B may be in flight: then there is a step in time for
+each, whichever come late.
+
 Where groups that are not worth training on are passed over (`keep`), more are asked for at once
 than are needed, as many as the share of useful ones among the latest says, and the first useful
 ones in the order of tasks are taken. At max_staleness 0 this is what a step would have taken if it
@@ -106,6 +116,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         max_staleness: number of versions that a completion may be behind the weights of its step;
             above 0, completions are sampled in a thread during training.
         groups_per_step: B, prompts per step; at max_staleness 0 it may be left to `take`.
+        in_flight: groups of the window, from B to (max_staleness + 1)·B; None takes tasks in their
+            order.
         sampling: 256 tokens at temperature 1 unless given; without stop tokens it gets those of
             source and tokenizer.
         seed: seed of the run; each completion has its own, a hash of this one and its place.
@@ -134,6 +146,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         group_size: int,
         max_staleness: int = 0,
         groups_per_step: int | None = None,
+        in_flight: int | None = None,
         sampling: SamplingParams | None = None,
         seed: int = 0,
         shuffle: bool = False,
@@ -155,6 +168,12 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         ):
             if value < least:
                 raise ValueError(f"scheduler: {name} must be >= {least}, got {value}")
+        most_in_flight = (max_staleness + 1) * (groups_per_step or 0)
+        if in_flight is not None and not (groups_per_step or 1) <= in_flight <= most_in_flight:
+            raise ValueError(
+                f"scheduler: in_flight must be from groups_per_step, {groups_per_step}, to (max_staleness + 1) times "
+                f"as many, {most_in_flight}, got {in_flight}"
+            )
         if max_staleness and not source.overlaps:
             raise ValueError(
                 f"scheduler: at max_staleness {max_staleness} completions are sampled while the trainer trains, but "
@@ -181,7 +200,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self.source, self.prompts, self.weights = source, prompts, weights
         self.score, self.keep = score, keep
         self.groups_per_step, self.group_size = groups_per_step, group_size
-        self.seed, self.max_staleness = seed, max_staleness
+        self.seed, self.max_staleness, self.in_flight = seed, max_staleness, in_flight
         self.attempts, self.backoff = attempts, backoff
         self._settings = {
             "groups_per_step": groups_per_step,
@@ -246,7 +265,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
     def select(
         self, groups: int | None = None, *, step: int | None = None, most: int | None = None
     ) -> Selection:
-        """The next groups in the order of tasks; waits until they are there.
+        """The next groups in the order of tasks, or those of the window; waits until they are there.
 
         A step may call it more than once.
 
@@ -349,13 +368,14 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             self._fill_pool()
 
     def _fill_pool(self) -> None:
-        """Begin as many groups as make up, with those at hand, the useful ones of max_staleness + 1
-        steps.
+        """Begin as many groups as make up, with those at hand, the useful ones of the window, or of
+        max_staleness + 1 steps.
         """
         assert self.groups_per_step is not None
+        wanted = self.in_flight or (self.max_staleness + 1) * self.groups_per_step
         ended = [task for task, group in self._groups.items() if _succeeded(group)]
         useful = sum(map(self._worth, ended))
-        missing = (self.max_staleness + 1) * self.groups_per_step - useful
+        missing = wanted - useful
         under_way = missing if self.keep is None else math.ceil(missing / self.useful.share)
         self._begin(len(ended) + max(0, under_way))
 
@@ -368,7 +388,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         dropped = self._drop_too_old(step)
         republishing = asyncio.create_task(self._republish_if_lost(step))  # ends only by an error
         try:
-            kept, passed_over = await self._wait(count, most, republishing)
+            kept, passed_over = await self._wait(step, count, most, republishing)
             groups = {task: self._groups[task].result() for task in [*kept, *passed_over]}
             begun = len(self._groups)
         finally:
@@ -395,7 +415,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         )
 
     async def _wait(
-        self, count: int, most: float, republishing: asyncio.Task[NoReturn]
+        self, step: int, count: int, most: float, republishing: asyncio.Task[NoReturn]
     ) -> tuple[list[int], list[int]]:
         """The tasks that a step trains on and those that it passes over, once their groups are
         there.
@@ -404,9 +424,14 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         0 a resumed run asks for the same ones at once, so that they make up the same batches.
         """
         asked = int(min(most, self._needed_for(count)))
+        if self.in_flight is not None:
+            asked = max(asked, len(self._groups))
         while True:
             self._begin(asked)
-            choice = self._choose_in_order(count, most)
+            if self.in_flight is None:
+                choice = self._choose_in_order(count, most)
+            else:
+                choice = self._choose_ready(step, count, most)
             if choice is not None:
                 return choice
             in_question = [self._groups[task] for task in islice(self.ledger.untaken(), asked)]
@@ -437,6 +462,43 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             if task not in self._groups or not self._groups[task].done():
                 return None
             (kept if self._worth(task) else passed_over).append(task)
+        return kept, passed_over
+
+    def _choose_ready(
+        self, step: int, count: int, most: float
+    ) -> tuple[list[int], list[int]] | None:
+        """The useful groups that this step must take, then others that are ready; None while there
+        are too few.
+        """
+        assert self.groups_per_step is not None
+        oldest_first = sorted(self._groups, key=lambda task: (self._begun[task], task))
+        ready: list[int] = []
+        under_way: list[int] = []
+        passed_over: list[int] = []
+        for task in oldest_first:
+            if not self._groups[task].done():
+                under_way.append(task)
+            else:
+                (ready if self._worth(task) else passed_over).append(task)
+        # A group under way may turn out to be one that is passed over.
+        share = 1.0 if self.keep is None else self.useful.share
+        kept: list[int] = []
+        for version in sorted({self._begun[task] for task in [*ready, *under_way]}):
+            # What was begun by then, at this version or before, and what later steps can take of it
+            of_ready = [task for task in ready if self._begun[task] <= version]
+            of_under_way = [task for task in under_way if self._begun[task] <= version]
+            later = (version + self.max_staleness - step) * self.groups_per_step
+            must = math.ceil(len(of_ready) + share * len(of_under_way) - later)
+            lacking = min(must, count) - len(kept)
+            if lacking > 0:
+                available = [task for task in of_ready if task not in kept]
+                if len(available) < lacking:
+                    return None
+                kept += available[:lacking]
+        others = [task for task in ready if task not in kept]
+        kept += others[: count - len(kept)]
+        if len(kept) < count and len(kept) + len(passed_over) < most:
+            return None
         return kept, passed_over
 
     def _worth(self, task: int) -> bool:

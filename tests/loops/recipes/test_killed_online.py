@@ -39,14 +39,16 @@ def test_a_run_that_samples_by_itself_ends_with_the_same_weights(recipe, kills, 
     assert stored(Path(config["output"])) == stored(Path(config["output"] + "-undisturbed"))
 
 
+@pytest.mark.parametrize("in_flight", [None, 12])
 @pytest.mark.parametrize("kills", [0, slow(3), exhaustive(6)])
-def test_a_run_that_samples_while_it_trains_has_each_answer_once(kills, config):
+def test_a_run_that_samples_while_it_trains_has_each_answer_once(kills, in_flight, config):
     config |= {
-        "max_staleness": 2,
+        "max_staleness": 2 if in_flight is None else 4,
+        "in_flight": in_flight,
         "epochs_per_rollout": 1,
         "minibatches": 1,
         "steps": 12 if not kills else 24 if kills == 3 else 36,
     }
     happened, _ = kill_and_resume("grpo", config, "write:7", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 1)
-    assert assert_each_answer_once(config)[2] > 0
+    assert assert_each_answer_once(config)[2] > 0  # of so many an age of 2

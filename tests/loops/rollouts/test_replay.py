@@ -100,6 +100,20 @@ def test_a_line_that_cannot_be_read_is_set_aside_when_a_run_goes_on(line, tmp_pa
     assert "samples.jsonl: 1 of its lines can't be read" in warning
 
 
+def test_a_run_that_takes_tasks_in_another_order_records_each_once(tmp_path):
+    """A dead process has recorded task 1, which the resumed run takes later, and task 5, which it
+    takes first.
+    """
+    path = tmp_path / "samples.jsonl"
+    taken = {0, 3}
+    write_samples(path, [completion(task, 0) for task in (0, 3, 1, 5)])
+    write = open_sample_log(path, 0, taken=taken.__contains__)
+    for task in (5, 1):
+        taken.add(task)
+        write([completion(task, 0)])
+    assert [sample.task for sample in read_samples(path)] == [0, 3, 5, 1]
+
+
 def test_samples_are_read_one_at_a_time(tmp_path):
     path = tmp_path / "samples.jsonl"
     write_samples(path, STORED)
