@@ -16,6 +16,8 @@ from .chat import (
     vocabulary_differences as vocabulary_differences,
 )
 from .encode import (
+    Encode as Encode,
+    Parts as Parts,
     encode_preference as encode_preference,
     encode_prompts as encode_prompts,
     encode_ranking as encode_ranking,

@@ -9,7 +9,7 @@ are memory-mapped, so are the examples.
 """
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     Tokenizer: TypeAlias = PreTrainedTokenizerBase | ProcessorMixin | ImageReader
 
 
+# ``encode(records, tokenizer, options)``, one of the functions below, perhaps with options bound.
+Encode: TypeAlias = Callable[..., tuple[Dataset, Accounting]]
 Parts: TypeAlias = Records | Sequence[Records] | Data  # each part is encoded by its own layout
 Feature: TypeAlias = Value | List
 

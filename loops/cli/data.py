@@ -1,34 +1,35 @@
-"""``burnish data <recipe>``: rows as they will be trained on, the trained tokens in color, and the
-account of all.
+"""``burnish data <recipe>``: rows as they will be trained on, and the account of all.
+
+The trained tokens are in color, or in ⟦ ⟧ where there is none.
 """
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from itertools import groupby
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from ... import data
+from ..config import Common
 from ..models.io import load_tokenizer
-from ..recipes.reward import encoder
+from ..recipes import encoder_of
 from ..redaction import hide, resolved_data
 from ..runs.context import tokenization
 
 
-def show(recipe: str, config: Any, rows: int) -> None:
+def show(recipe: str, config: Common, rows: int) -> None:
     """Print the first examples of each part of the data, and the account. No model is loaded.
 
     Raises:
         DataError: as a run would.
     """
     tokenizer = load_tokenizer(config)
-    encode = _encoder(recipe, config)
+    encode = encoder_of(recipe, config)
     console = Console(highlight=False, soft_wrap=True)
-    for parts in data.load_data(
-        resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed
-    ):
+    named = resolved_data(config.data)
+    held_out = resolved_data(config.eval_data)
+    for parts in data.load_data(named, held_out, seed=config.seed):
         if not parts:
             continue
         encoded, accounting = encode(parts, tokenizer, tokenization(config))
@@ -37,51 +38,39 @@ def show(recipe: str, config: Any, rows: int) -> None:
             for number in range(min(rows, part.examples)):
                 example = data.example(encoded, start + number)
                 console.rule(f"{hide(part.source)}, example {number + 1}", align="left")
-                for text in _texts(example, tokenizer, recipe, color=console.is_terminal):
+                for text in _texts(example, tokenizer, color=console.is_terminal):
                     console.print(text)
             start += part.examples
         console.rule()
         console.print(hide(str(accounting)), markup=False)
 
 
-def _encoder(recipe: str, config: Any) -> Callable[..., Any]:
-    """The way in which the recipe encodes its data."""
-    if recipe in ("sft", "distill"):
-        return partial(data.encode_supervised, train_on=config.train_on)
-    if recipe == "prm":
-        options = {name: getattr(config, name) for name in ("separator", "train_on_last_step_only")}
-        return partial(data.encode_stepwise, **options)
-    if recipe == "reward":
-        return encoder(config)[0]
-    pairs = {
-        "dpo": data.encode_preference,
-        "orpo": data.encode_preference,
-        "cpo": data.encode_preference,
-    }
-    prompts = (
-        data.encode_prompts if getattr(config, "environment", None) is None else data.encode_rows
-    )
-    return {**pairs, "kto": data.encode_unpaired}.get(recipe, prompts)
-
-
-def _texts(example: data.Example, tokenizer: Any, recipe: str, *, color: bool) -> Iterator[Text]:
-    """Prompt and completions; without color, trained tokens are in ⟦ ⟧."""
+def _texts(
+    example: data.Example, tokenizer: PreTrainedTokenizerBase, *, color: bool
+) -> Iterator[Text]:
+    """The count of tokens, the prompt, and the completions of an example."""
     tokens = len(example.prompt) + sum(map(len, example.completions))
     trained = sum(map(sum, example.trained))
-    is_prompt = not example.completions
-    yield Text(
-        f"{tokens:,} tokens" + (" of a prompt" if is_prompt else f", {trained:,} of them trained"),
-        style="dim",
-    )
-    yield Text(tokenizer.decode(example.prompt), style="dim")
-    pair = recipe in ("dpo", "orpo", "cpo", "reward") and len(example.completions) == 2
-    for number, (ids, mask) in enumerate(zip(example.completions, example.trained, strict=True)):
-        name = ("chosen", "rejected")[number] if pair else f"completion {number + 1}"
-        text = Text(f"{name}: " if len(example.completions) > 1 else "", style="bold")
-        for is_trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1]):
-            piece = tokenizer.decode([token for token, _ in run])
-            text.append(
-                piece if color or not is_trained else f"⟦{piece}⟧",
-                "not bold green" if is_trained else "not bold dim",
-            )
+    of_prompt = f"{tokens:,} tokens of a prompt"
+    of_all = f"{tokens:,} tokens, {trained:,} of them trained"
+    yield Text(of_all if example.completions else of_prompt, style="dim")
+    yield Text(str(tokenizer.decode(example.prompt)), style="dim")
+    names = _names(len(example.completions))
+    for name, ids, mask in zip(names, example.completions, example.trained, strict=True):
+        text = Text(name, style="bold")
+        marked = zip(ids, mask, strict=True)
+        for is_trained, run in groupby(marked, key=lambda token: token[1]):
+            piece = str(tokenizer.decode([token for token, _ in run]))
+            if is_trained and not color:
+                piece = f"⟦{piece}⟧"
+            text.append(piece, "not bold green" if is_trained else "not bold dim")
         yield text
+
+
+def _names(count: int) -> list[str]:
+    """What completions are called: nothing if there is one, and a pair chosen and rejected."""
+    if count == 1:
+        return [""]
+    if count == 2:
+        return ["chosen: ", "rejected: "]
+    return [f"completion {number}: " for number in range(1, count + 1)]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...data import encode_supervised
+from ...data import Encode, encode_supervised
 from ...objectives import sampled_reverse_kl
 from ..batch import Batch
 from ..models.policy import Policy
@@ -52,13 +52,13 @@ _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
 def open_distill(config: Distill) -> Training:
     """Open a run that is ready to train."""
     losses = distill_losses(config)
-    context = open_run(config, encode_supervised, train_on=config.train_on)
-    on_samples, compared = (
-        "teacher_logp" in tensors_needed(losses),
-        "divergence" in tensors_needed(losses),
-    )
+    context = open_run(config, encoder(config))
+    needed = tensors_needed(losses)
+    on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
     model = load_teacher(context, config.teacher) if on_samples else None
-    teacher, stored = open_teacher(context, config.teacher, needed=compared, model=model)
+    teacher, stored = open_teacher(
+        context, config.teacher, needed="divergence" in needed, model=model
+    )
     temperature = config.temperature if on_samples else 1.0
     read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
     if not config.on_policy:
@@ -70,12 +70,14 @@ def open_distill(config: Distill) -> Training:
         columns = columns_of(losses)
         return context.train(losses, read, columns=columns, per_token=(stored,), **adaptive)
     if model is not None:
-        read = partial(
-            with_teacher,
-            read,
-            context.accelerator.autocast()(frozen(model, temperature=temperature)),
-        )
+        logprobs = context.accelerator.autocast()(frozen(model, temperature=temperature))
+        read = partial(with_teacher, read, logprobs)
     return context.train(losses, read, MixedFeed(context))
+
+
+def encoder(config: Distill) -> Encode:
+    """The encoder of demonstrations; it marks the tokens that ``train_on`` names."""
+    return partial(encode_supervised, train_on=config.train_on)
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ...data import Example, encode_unpaired
+from ...data import Encode, Example, encode_unpaired
 from ...objectives import PerSequence, Stats, feedback, kto_kl, sequence_sum
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
@@ -31,7 +31,7 @@ del FEEDBACK_LOSSES["dro"]  # it learns from ratings, and needs the value of eac
 def open_kto(config: KTO) -> Training:
     """Open a run that is ready to train."""
     losses = kto_losses(config)
-    context = open_run(config, encode_unpaired)
+    context = open_run(config, encoder(config))
     reference, precomputed = context.reference(config.reference)
     assert reference is not None
     teacher, stored = open_teacher(
@@ -54,6 +54,11 @@ def open_kto(config: KTO) -> Training:
         ),
         memory=rewards if "bco" in losses else None,
     )
+
+
+def encoder(config: KTO) -> Encode:
+    """The encoder of completions that are labeled good or bad."""
+    return encode_unpaired
 
 
 def kto_losses(config: KTO) -> dict[str, Term]:

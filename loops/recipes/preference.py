@@ -1,5 +1,4 @@
-"""Preference training on pairs: DPO, any other preference objective of `burnish.objectives`, or a
-mix of them.
+"""Preference training on pairs: DPO, other preference objectives, or a mix of them.
 
 CPO and ORPO are presets of it, without a reference.
 """
@@ -11,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...data import encode_preference
+from ...data import Encode, encode_preference
 from ...objectives import (
     f_divergence_score,
     length_desensitized_sum,
@@ -44,20 +43,20 @@ _TOKEN_LEVEL = {"tdpo1", "tdpo2"}  # losses whose teacher is the reference
 def open_dpo(config: DPO) -> Training:
     """Open a run that is ready to train."""
     losses = dpo_losses(config)
-    needed, reduce, score = tensors_needed(losses), completion_logprob(config), None
+    needed = tensors_needed(losses)
+    score = None
     if config.divergence != "reverse_kl":
         score = partial(
             f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha
         )
-    context = open_run(config, encode_preference)
-    reference, precomputed = context.reference(
-        config.reference, needed=any(name.startswith("ref_") for name in needed)
-    )
+    context = open_run(config, encoder(config))
+    needs_reference = any(name.startswith("ref_") for name in needed)
+    reference, precomputed = context.reference(config.reference, needed=needs_reference)
     teacher, stored = open_teacher(context, config.teacher, needed=needs_teacher(losses))
     outputs = outputs_for(losses)
     read = policy_tensors(
         reference=reference,
-        reduce=reduce,
+        reduce=completion_logprob(config),
         score=score,
         teacher=teacher,
         outputs=outputs,
@@ -69,7 +68,9 @@ def open_dpo(config: DPO) -> Training:
 def open_cpo(config: CPO) -> Training:
     """Open a run that is ready to train."""
     shared = {name: getattr(config, name) for name in ("beta", "label_smoothing", "gamma", "alpha")}
-    mix = {config.loss: 1.0} | ({"nll": config.nll} if config.nll else {})
+    mix: dict[str, float] = {config.loss: 1.0}
+    if config.nll:
+        mix["nll"] = config.nll
     return _open(config, parse_losses(mix, shared, PAIR_LOSSES, of=CHOSEN))
 
 
@@ -79,14 +80,17 @@ def open_orpo(config: ORPO) -> Training:
 
 
 def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
-    context = open_run(config, encode_preference)
+    context = open_run(config, encoder(config))
     return context.train({**losses, **PAIR_METRICS}, policy_tensors(pairs=True))
 
 
+def encoder(config: DPO | CPO | ORPO) -> Encode:
+    """The encoder of pairs."""
+    return encode_preference
+
+
 def dpo_losses(config: DPO) -> dict[str, Term]:
-    """The losses, and what is measured beside them; ValueError if settings contradict each
-    other.
-    """
+    """The losses and what is measured beside them; ValueError if settings contradict each other."""
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
     losses = parse_losses(config.loss, shared, PAIR_LOSSES, of=CHOSEN, given=config.loss_kwargs)
     config.teacher.check(needed=needs_teacher(losses))
@@ -99,15 +103,15 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
         raise ValueError(
             f"pair_weight: {coupled[0]} sorts the pairs of a step, so its entries have no pair's weight"
         )
-    for name in [name for name, loss in losses.items() if loss.unit == "pairs"]:
-        if config.divergence != "reverse_kl" and "ref_chosen" not in tensors_needed(
-            {name: losses[name]}
-        ):
-            raise ValueError(
-                f"divergence: {name} has no reference to diverge from; leave it out, or use reverse_kl"
-            )
+    for name, loss in losses.items():
+        if loss.unit != "pairs":
+            continue
+        has_reference = "ref_chosen" in tensors_needed({name: loss})
+        if config.divergence != "reverse_kl" and not has_reference:
+            problem = f"{name} has no reference to diverge from"
+            raise ValueError(f"divergence: {problem}; leave it out, or use reverse_kl")
         if config.pair_weight == "wpo":
-            losses[name] = replace(losses[name], factor="wpo")
+            losses[name] = replace(loss, factor="wpo")
     return {**losses, **PAIR_METRICS}
 
 
@@ -115,10 +119,13 @@ def completion_logprob(config: DPO) -> Callable[[Tensor, Batch], Tensor] | None:
     """How the log-probs of tokens make that of a completion, where it is not their plain sum."""
     if config.logprob_reduction == "mean":
         return lambda x, batch: sequence_mean(x, batch.sequence, batch.sequences)
-    return None if config.ld_alpha == 1 else partial(_desensitized, alpha=config.ld_alpha)
+    if config.ld_alpha != 1:
+        return partial(_desensitized, alpha=config.ld_alpha)
+    return None
 
 
 def _desensitized(x: Tensor, batch: Batch, *, alpha: float) -> Tensor:
+    """Sum log-probs with less weight on tokens beyond the shorter completion of the pair."""
     length = sequence_length(batch.sequence, batch.sequences)
     public = torch.minimum(length[batch.completion == CHOSEN], length[batch.completion == REJECTED])
     return length_desensitized_sum(x, batch.sequence, public[batch.example], alpha=alpha)

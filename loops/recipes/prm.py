@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import encode_stepwise, step_example
+from ...data import Encode, encode_stepwise, step_example
 from ...objectives import step_loss
 from ..batch import collate
 from ..config import Common
@@ -21,14 +21,19 @@ from .settings import PRM
 
 def open_prm(config: PRM) -> Training:
     """Open a run that is ready to train."""
-    encode = partial(
+    scorer = partial(Scorer, layout=config.layout)
+    context = open_run(config, encoder(config), scorer, load_weights=load_prm)
+    keep_separator(context.model.plain, config)
+    return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
+
+
+def encoder(config: PRM) -> Encode:
+    """The encoder of solutions that are labeled step by step."""
+    return partial(
         encode_stepwise,
         separator=config.separator,
         train_on_last_step_only=config.train_on_last_step_only,
     )
-    context = open_run(config, encode, partial(Scorer, layout=config.layout), load_weights=load_prm)
-    keep_separator(context.model.plain, config)
-    return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
 
 
 def load_prm(config: Common) -> nn.Module:

@@ -1,6 +1,6 @@
 """Reward models: a score for a completion, learned from pairs, ratings or rankings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from ...data import (
     Accounting,
     DataError,
+    Encode,
+    Parts,
+    Tokenization,
     encode_preference,
     encode_ranking,
     encode_scores,
@@ -44,12 +47,10 @@ from .settings import Reward
 def open_reward(config: Reward) -> Training:
     """Open a run that is ready to train."""
     losses = reward_losses(config)
-    encode, columns = encoder(config)
-    context = open_run(
-        config, encode, partial(Scorer, layout=config.layout), load_weights=load_reward
-    )
+    scorer = partial(Scorer, layout=config.layout)
+    context = open_run(config, encoder(config), scorer, load_weights=load_reward)
     mark = partial(ends_marked, pad=set_pad_token(context.model.plain, context.tokenizer))
-    return context.train(losses, read_scores, columns=columns, mark=mark)
+    return context.train(losses, read_scores, columns=_columns(config), mark=mark)
 
 
 def load_reward(config: Common) -> nn.Module:
@@ -58,21 +59,20 @@ def load_reward(config: Common) -> nn.Module:
 
 
 def set_pad_token(plain: Any, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The pad token of the model, set unless it has one: `transformers` finds the end of a
-    completion by it.
+    """Set the pad token of the model, unless it has one, and return it.
+
+    `transformers` finds the end of a completion by it: the last token that is none.
     """
     saved = plain.config.get_text_config()
     if saved.pad_token_id is None:
-        saved.pad_token_id = (
-            tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        )
+        saved.pad_token_id = tokenizer.pad_token_id
+    if saved.pad_token_id is None:
+        saved.pad_token_id = tokenizer.eos_token_id
     return int(saved.pad_token_id)
 
 
 def reward_losses(config: Reward) -> dict[str, Term]:
-    """The losses, and what is measured beside them; ValueError if settings contradict each
-    other.
-    """
+    """The losses and what is measured beside them; ValueError if settings contradict each other."""
     losses = dict(LOSSES[config.loss])
     if config.tie_threshold is not None:
         ties = partial(_ties, threshold=config.tie_threshold)
@@ -86,12 +86,14 @@ def reward_losses(config: Reward) -> dict[str, Term]:
 def reward_scores(
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[dict[str, object]],
     *,
     batch_size: int = 16,
 ) -> Tensor:
-    """The scores [rows] of completions: ``rows`` have a prompt and a completion, plain or
-    conversational.
+    """The scores [rows] of completions.
+
+    Args:
+        rows: have a prompt and a completion, plain or conversational.
 
     Raises:
         DataError: naming the row and what is wrong with it.
@@ -99,44 +101,63 @@ def reward_scores(
     data, _ = encode_supervised(list(rows), tokenizer, train_on="completion")
     pad = scorer.plain.config.get_text_config().pad_token_id
     examples = [ends_marked(example(data, i), pad) for i in range(len(data))]
-    batches = [
-        collate(examples[i : i + batch_size], device=scorer.device)
-        for i in range(0, len(examples), batch_size)
-    ]
+    batches = []
+    for start in range(0, len(examples), batch_size):
+        several = examples[start : start + batch_size]
+        batches.append(collate(several, device=scorer.device))
     return scores(scorer, batches)
 
 
-def encoder(config: Reward) -> tuple[Callable[..., tuple[Dataset, Accounting]], tuple[str, ...]]:
-    """Encoder for the loss's data layout, and the extra columns that the loss reads."""
-    if config.loss in ("bradley_terry_ties", "ordinal_preference"):
-        degrees = partial(_with_degrees, column=config.preference, ties=_has_ties(config))
-        return degrees, ("preference",)
+def encoder(config: Reward) -> Encode:
+    """The encoder for the data layout of the loss, with the extra columns that it reads."""
+    if config.loss in _OF_DEGREES:
+        ties = config.loss == "bradley_terry_ties"
+        return partial(_with_degrees, column=config.preference, ties=ties)
     if config.margin is not None:
-        return partial(_with_number, column=config.margin, name="margin"), ("margin",)
-    return _DATA[config.loss]
+        return partial(_with_number, column=config.margin, name="margin")
+    encode, _ = _DATA[config.loss]
+    return encode
 
 
-def _has_ties(config: Reward) -> bool:
-    return config.loss == "bradley_terry_ties"
+def _columns(config: Reward) -> tuple[str, ...]:
+    """The columns of the data that the loss reads besides tokens."""
+    if config.loss in _OF_DEGREES:
+        return ("preference",)
+    if config.margin is not None:
+        return ("margin",)
+    _, columns = _DATA[config.loss]
+    return columns
 
 
 def _with_number(
-    *arguments: Any, column: str, name: str, **options: Any
+    records: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tokenization,
+    *,
+    column: str,
+    name: str,
 ) -> tuple[Dataset, Accounting]:
     """Pairs with a numeric column of the records, under another name."""
-    data, accounting = encode_preference(*arguments, numeric_columns=(column,), **options)
-    return data if column == name else data.rename_column(column, name), accounting
+    data, accounting = encode_preference(records, tokenizer, options, numeric_columns=(column,))
+    if column != name:
+        data = data.rename_column(column, name)
+    return data, accounting
 
 
 def _with_degrees(
-    *arguments: Any, column: str, ties: bool, **options: Any
+    records: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tokenization,
+    *,
+    column: str,
+    ties: bool,
 ) -> tuple[Dataset, Accounting]:
     """Pairs with a column ``preference``, the share of people who prefer the chosen completion.
 
     Raises:
         DataError: for a share that is none, or that the loss with ties does not know.
     """
-    data, accounting = _with_number(*arguments, column=column, name="preference", **options)
+    data, accounting = _with_number(records, tokenizer, options, column=column, name="preference")
     for share in data.unique("preference"):
         if ties and share not in (0.5, 1.0):
             raise DataError(
@@ -151,25 +172,20 @@ def _with_degrees(
 
 
 def read_scores(policy: nn.Module, batch: Batch) -> Tensors:
-    """Scores of completions and pairs; and the ratings of the data, under the name of their
-    objective.
-    """
+    """Scores of completions and pairs; and the ratings of the data as `score_regression`'s target."""
     tensors = score_tensors(policy, batch)
-    return (
-        {**tensors, ("sequences", "target"): batch.columns["score"]}
-        if "score" in batch.columns
-        else tensors
-    )
+    if "score" in batch.columns:
+        tensors = {**tensors, ("sequences", "target"): batch.columns["score"]}
+    return tensors
 
 
 def _ranking_mean(batch: Batch) -> Weights:
-    """w = 1, Z = number of rankings: the losses of the completions of one add up to its negative
-    log-likelihood.
+    """w = 1, Z = number of rankings.
+
+    The losses of a ranking's completions add up to its negative log-likelihood.
     """
-    return Weights(
-        torch.ones(batch.sequences, dtype=torch.float64, device=batch.target.device),
-        len(batch.examples),
-    )
+    weights = torch.ones(batch.sequences, dtype=torch.float64, device=batch.target.device)
+    return Weights(weights, len(batch.examples))
 
 
 def _ranking_loss(
@@ -192,7 +208,10 @@ def _ties(
     return bradley_terry_ties(chosen, rejected, preference == 0.5, threshold=threshold)
 
 
-_DATA = {
+# Losses of pairs that are preferred to a degree, which a column tells.
+_OF_DEGREES = ("bradley_terry_ties", "ordinal_preference")
+# Of the other losses: the encoder, and the columns that they read besides tokens.
+_DATA: dict[str, tuple[Encode, tuple[str, ...]]] = {
     "bradley_terry": (encode_preference, ()),
     "score_regression": (encode_scores, ("score",)),
     "plackett_luce": (encode_ranking, ("rank",)),

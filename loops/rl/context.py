@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 
-from ...data import Records, concatenated, encode_prompts, encode_rows, load_data
+from ...data import Encode, Records, concatenated, encode_prompts, encode_rows, load_data
 from ..environments import MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
@@ -130,8 +130,7 @@ def open_rl(
     )
     rows = concatenated(records[0])
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
-    encode = encode_prompts if make is None else encode_rows
-    run = open_run(config, encode, make_policy, records=records, accelerator=accelerator)
+    run = open_run(config, encoder(config), make_policy, records=records, accelerator=accelerator)
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse: Callable[..., RolloutSource] = RLContext.converse
     if make is not None:
@@ -165,6 +164,11 @@ def open_rl(
     return RLContext(
         run, rewards, scheduler, follow, sample_log=log, converse=converse, order=order
     )
+
+
+def encoder(config: OnlineConfig) -> Encode:
+    """The encoder of prompts; of rows, if an environment makes the prompts of them."""
+    return encode_prompts if config.environment is None else encode_rows
 
 
 def open_rewards(
