@@ -35,6 +35,10 @@ BENCHMARKS = {  # name -> module, help
         "experiments.tokens",
         "processor seconds and memory to encode preference pairs, by processes",
     ),
+    "sampling": (
+        "experiments.sampling",
+        "processor time of a token step of the local source on a CPU, with packed weights and without",
+    ),
     "startup": (
         "experiments.startup",
         "seconds until the command line answers, a one-step run, and the demo",

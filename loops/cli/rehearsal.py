@@ -191,6 +191,9 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
     prompt = max(feed.context.run.data["prompt"], key=len)
     sampling = replace(config.sampling, max_tokens=_completion(config))
     longest = len(prompt) + sampling.max_tokens
+    packed_bytes = 0 if simulation.gpu else source.runner.packed.size()
+    with simulation.labeled("weights packed to sample"):
+        packed = torch.empty(packed_bytes, dtype=torch.uint8)
     with simulation.labeled("keys and values"):
         batch = source._make_batch(longest)
         together = max(1, min(batch.fit(longest), prompts * config.group_size))
@@ -208,7 +211,7 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
             others = torch.empty((together - count) * one, dtype=torch.uint8)
             with simulation.labeled("sampling"):
                 draw(source.runner.logits(batch.step()), [0.5] * count, [sampling] * count)
-        del others
+        del others, packed
 
 
 def _count_quantized(memory: Counter[str], plain: Any, config: Any) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...models.policy import Policy
 from ..sample import Request, SamplingParams, VersionSpan
+from .packed import PackedWeights
 
 # Of the argument and the output; transformers before 5.24 and code of its time know the latter two,
 # Mamba the last.
@@ -73,6 +74,10 @@ class ModelRunner:
     vocab: int
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    def __post_init__(self) -> None:
+        head = self.policy.head if self.policy.fused else None
+        self.packed = PackedWeights(self.policy.model, head)
+
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Context without gradients and in evaluation mode, left between two tokens, when a
@@ -83,7 +88,7 @@ class ModelRunner:
         for attributes in training:
             attributes["training"] = False
         try:
-            with torch.no_grad(), self.context():
+            with torch.no_grad(), self.context(), self.packed.in_use():
                 yield
         finally:
             for attributes in training:
@@ -118,7 +123,13 @@ class ModelRunner:
         """[rows, V] in float32 where the head is fused, without the rows that only pad the head's
         weight.
         """
-        logits = self.policy.logits(states) if self.policy.fused else states
+        if not self.policy.fused:
+            return states[:, : self.vocab]
+        products = self.packed.logits(states)
+        if products is None:
+            logits = self.policy.logits(states)
+        else:
+            logits = self.policy.transform(products)
         return logits[:, : self.vocab]
 
 

@@ -304,6 +304,19 @@ def test_sampling_counts_keys_and_values_of_all_that_are_read_together(settings)
 
 
 @pytest.mark.slow
+def test_sampling_on_a_cpu_counts_packed_weights(settings, monkeypatch):
+    monkeypatch.setattr("burnish.loops.rollouts.local.packed.SMALLEST", 0)
+    fields = {**ONLINE, "prompts_per_rollout": 40, "max_tokens": 300, "cache_bytes": 100_000_000}
+    function, config = settings("grpo", "prompts", **fields, micro_tokens=400)
+    on_cpu = rehearse(function, config)
+    on_gpu = rehearse(function, config, *gpus_of("1x80GB"))
+    model = LlamaForCausalLM.from_pretrained(config.model)
+    linear = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    assert on_cpu.memory["weights packed to sample"] == sum(weight.nbytes for weight in linear)
+    assert "weights packed to sample" not in on_gpu.memory
+
+
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_told_what_would_make_it_smaller(flags, capsys):
     assert main(["plan", "dpo", *flags("dpo", "pairs"), "--gpus", "2x1.02GB"]) == 1
     printed = capsys.readouterr().out
