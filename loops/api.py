@@ -97,7 +97,7 @@ def _lora(name: str, given: object) -> object:
 
 def _documented(settings: Callable[..., object]) -> str:
     """The docstring of a recipe: its settings' own, and the text of each field as ``Args:``."""
-    texts = _field_docs(settings)
+    texts = field_docs(settings)
     lines = [
         str(settings.__doc__),
         "",
@@ -111,7 +111,7 @@ def _documented(settings: Callable[..., object]) -> str:
     return "\n".join(lines)
 
 
-def _field_docs(settings: Any) -> dict[str, str]:
+def field_docs(settings: Any) -> dict[str, str]:
     """The text under each field of a dataclass and its bases, by field."""
     texts: dict[str, str] = {}
     # A class that sets a field anew documents it anew: bases first, without `object`.

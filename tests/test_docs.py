@@ -133,5 +133,5 @@ def test_the_files_that_a_page_names_exist(page):
 def test_a_page_is_narrow_and_begins_with_its_title(page):
     lines = text(page).splitlines()
     assert lines[0].startswith("# ")
-    prose = [line for line in lines if not line.startswith(("|", "    ")) and "](" not in line]
+    prose = [line for line in lines if not line.startswith(("|", "    ", "{")) and "](" not in line]
     assert max(map(len, prose)) <= COLUMNS

@@ -15,6 +15,8 @@ from ..train.losses import CHOSEN, PAIR_METRICS, Term, outputs_for, policy_tenso
 from ..train.mix import PAIR_LOSSES, parse_losses
 from .settings import OnlineDPO
 
+NEEDING_A_TEACHER = {"distillation", "tdpo1", "tdpo2"}  # losses that this recipe has none for
+
 
 def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Training:
     """Open a run that is ready to train, in ``context`` if it is already open."""
@@ -40,8 +42,7 @@ def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Trai
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
     """The losses of this configuration."""
-    without_teacher = {"distillation", "tdpo1", "tdpo2"}
-    known = {name: loss for name, loss in PAIR_LOSSES.items() if name not in without_teacher}
+    known = {name: loss for name, loss in PAIR_LOSSES.items() if name not in NEEDING_A_TEACHER}
     shared = {"beta": config.beta, "label_smoothing": config.label_smoothing, **config.loss_kwargs}
     return parse_losses(config.loss, shared, known, of=CHOSEN, given=config.loss_kwargs)
 
