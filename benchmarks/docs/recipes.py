@@ -36,6 +36,7 @@ SHARED = {
     config.Common: "Every recipe",
     config.Lora: "Adapters: lora",
     config.Parallel: "Several ranks: parallel",
+    config.Hub: "Uploads: hub",
     config.OfflineConfig: "Recipes that train on the completions of the data",
     config.Referenced: "Recipes with a reference policy",
     config.Teacher: "A teacher",
