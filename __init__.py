@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .lazy import lazy_exports
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from .loops.api import cpo as cpo, distill as distill, dpo as dpo, grpo as grpo, kto as kto

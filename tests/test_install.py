@@ -17,9 +17,10 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 TRAINING = {
-    re.match(r"[\w-]+", requirement)[0] for requirement in PROJECT["optional-dependencies"]["train"]
-}
+    re.match(r"[\w-]+", requirement)[0] for requirement in [*EXTRAS["train"], *EXTRAS["plots"]]
+} - {"burnish"}
 EMBED = """
 import torch
 from burnish.kernels import linear_divergence, linear_logprob

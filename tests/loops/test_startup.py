@@ -46,7 +46,7 @@ def burnish(*arguments):
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--version"], 0, "burnish 0.1.0"),
+        (["--version"], 0, "burnish 0.2.0"),
         (["--help"], 0, "usage: burnish <recipe>"),
         (["dop"], 2, "no recipe 'dop', did you mean 'dpo'?"),
         (["--versoin"], 2, "no flag '--versoin', did you mean '--version'?"),
@@ -66,7 +66,7 @@ def test_a_question_is_answered_without_heavy_imports(arguments, status, message
 def test_the_settings_of_every_recipe_are_read_without_heavy_imports():
     from burnish.loops.recipes import settings
 
-    assert {name for name, _ in RECIPES.values()} <= vars(settings).keys()
+    assert {name for name, *_ in RECIPES.values()} <= vars(settings).keys()
     code = "import sys, burnish.loops.recipes.settings; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert not set(done.stdout.split()) & HEAVY
