@@ -17,7 +17,7 @@ TOOL = Path(__file__).parents[1] / "support" / "tools" / "aot.py"
 CASE = "sm_90 forward bf16 plain"
 # one of most kernels
 PLAIN = "sm_90 ((forward|fold|backward) bf16|divergence (fold|backward reverse KL)) plain"
-OTHERS = ["sm_80", "sm_100", "gfx942"]
+OTHERS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942"]
 FULL = "(forward bf16 plain|.* everything)"  # tensor cores, and all that the plain ones do and more
 # Runs it with each list of options in one interpreter; prints, for each, its exit status and its
 # output as JSON.

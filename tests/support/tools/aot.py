@@ -48,9 +48,13 @@ class Architecture(NamedTuple):
 
 
 ARCHITECTURES = {
+    "sm_75": Architecture(GPUTarget("cuda", 75, 32), 65_536),
     "sm_80": Architecture(GPUTarget("cuda", 80, 32), 166_912),
+    "sm_86": Architecture(GPUTarget("cuda", 86, 32), 101_376),
+    "sm_89": Architecture(GPUTarget("cuda", 89, 32), 101_376),
     "sm_90": Architecture(GPUTarget("cuda", 90, 32), 232_448),
     "sm_100": Architecture(GPUTarget("cuda", 100, 32), 232_448),
+    "sm_120": Architecture(GPUTarget("cuda", 120, 32), 101_376),
     "gfx942": Architecture(GPUTarget("hip", "gfx942", 64), 65_536),
 }
 Figures = dict[str, int]
@@ -229,6 +233,8 @@ def measured(only: str) -> dict[str, Figures | str]:
         ARCHITECTURES.items(), CASES.items()
     ):
         label = f"{name} {case}"
+        if name == "sm_75" and case.startswith("forward"):
+            continue  # it has no row in the launch table, so that the forward kernel never runs
         if re.search(only, label):
             start = time.process_time()
             try:
@@ -259,13 +265,24 @@ def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> It
             continue
         if now["shared"] > ARCHITECTURES[name].shared:
             yield f"{label}: shared is {now['shared']} bytes, {name} has {ARCHITECTURES[name].shared}"
-        if name == "sm_90" and "backward" not in label and now["spills"]:
-            yield f"{label}: spills are {now['spills']}, a forward kernel must have none on sm_90"
+        if now["spills"] and _must_not_spill(name, label):
+            yield f"{label}: spills are {now['spills']}, a forward kernel must have none on {name}"
         if budget is not None and label not in budget:
             yield f"{label}: has no budget; run with --update"
         for figure, most in (budget or {}).get(label, {}).items():
             if now[figure] > most:
                 yield f"{label}: {figure} are {now[figure]}, the budget is {most}; if worth it, run with --update"
+
+
+def _must_not_spill(name: str, label: str) -> bool:
+    """True for forward kernels on sm_90, and for the plain one on others of NVIDIA.
+
+    Not on sm_120, where Triton 3.6 spills 6 registers and 3.9 none: the budget of each holds.
+    """
+    if name == "sm_90":
+        return "backward" not in label
+    may_spill = name == "sm_120" or not name.startswith("sm_")
+    return not may_spill and label.endswith("forward bf16 plain")
 
 
 def main() -> None:
@@ -294,7 +311,9 @@ def main() -> None:
             json.dumps(budget | {triton.__version__: kept | now}, indent=1) + "\n"
         )
     wrong = list(complaints(found, json.loads(options.budget.read_text())))
-    if options.only.strip() in ("", *ARCHITECTURES):
+    # On sm_75 the forward kernel never runs.
+    with_every_kernel = {"", *ARCHITECTURES} - {"sm_75"}
+    if options.only.strip() in with_every_kernel:
         wrong += [
             f"{kernel.__module__}.{kernel.__name__}: no case"
             for kernel in kernels()
