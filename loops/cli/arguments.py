@@ -1,5 +1,7 @@
-"""Parse flags and YAML files into a configuration. One message lists all mistakes, each with its
-field and range.
+"""Parse flags and YAML files into a configuration; one message lists all mistakes.
+
+jsonargparse stops at the first mistake. So when it refuses, each setting is parsed again by itself,
+and told of in the words of its type: ``beta: must be > 0, got -1``.
 """
 
 import argparse
@@ -11,16 +13,28 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import yaml
 from jsonargparse import ArgumentParser, set_parsing_settings
 
 from ..config import Lora, OfflineConfig, Settings, kinds, range_complaint, several, wording
 from ..registry import nearest
-from .trl import Flag, flattened, headlines, loaded, read, read_files, split_flags
+from .trl import Flag, files_of, flattened, headlines, loaded, read, read_files, split_flags
+from .trl_rules import Translation
 
 _log = logging.getLogger(__name__)
+
+ConfigClass: TypeAlias = Any  # the class of a recipe's settings; of the demo it is no `Settings`
 
 # The order of the shared fields in --help; all others are in the section of the run.
 _SECTIONS = {
@@ -34,9 +48,12 @@ _RUN = "model and run directory"
 _NEEDED = ("output", None)  # from Python a run may have no directory
 
 
-def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool = True) -> Any:
-    """Parse YAML file and flags into a configuration; flags win in any order. Exits with status 2
-    on a mistake.
+def parse(
+    name: str, config_class: ConfigClass, arguments: Sequence[str], *, rules: bool = True
+) -> Any:
+    """Parse YAML file and flags into a configuration; flags win in any order.
+
+    Exits with status 2 on a mistake.
 
     Args:
         rules: whether settings that contradict each other are a mistake, too.
@@ -46,23 +63,23 @@ def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool
     translated, left, translation = read(name, config_class, _spelled(config_class, arguments))
     if translated:
         left = ["--config", yaml.safe_dump(translated), *left]
-    if os.environ.get("RANK", "0") == "0" and not translation.refused:
-        for message in headlines(name, translation):
-            _log.warning("TRL: %s", message)
+    _tell_of(name, translation)
     settings = _settings(translated, left)
     refused = {**translation.refused, **_refused_lora(settings)}
-    parsed: Any = None
+    parsed = None
     unclear = ""
     if not refused:
         try:
             parsed = parser.parse_args(_files_first(left))
         except argparse.ArgumentError as error:
-            unclear = str(error)
+            unclear = str(error)  # told of only if no setting is wrong by itself
     if parsed is None or parsed.get("output", "") is None:
         # a failed parser keeps its print flag
         fresh = _parser(name, config_class, documented=False)
         mistakes = list(refused.values())
-        mistakes += [text for setting, text in _mistakes(fresh, settings) if setting not in refused]
+        for setting, mistake in _mistakes(fresh, settings):
+            if setting not in refused:
+                mistakes.append(mistake)
         _exit(parser, several(mistakes or [unclear]))
     parsed.pop("config", None)
     config = config_class(**vars(parser.instantiate(parsed)))
@@ -74,13 +91,17 @@ def parse(name: str, config_class: Any, arguments: Sequence[str], *, rules: bool
     return config
 
 
+def _tell_of(name: str, translation: Translation) -> None:
+    """Log what matters of a translation from TRL's names, on one rank, unless it fails anyway."""
+    if os.environ.get("RANK", "0") == "0" and not translation.refused:
+        for message in headlines(name, translation):
+            _log.warning("TRL: %s", message)
+
+
 def _refused_lora(settings: "Sequence[_Setting]") -> dict[str, str]:
     """The complaint about settings of LoRA that do not go together, by the name of their group."""
-    given = [
-        setting.name.removeprefix("lora.")
-        for setting in settings
-        if setting.name.startswith("lora.")
-    ]
+    names = [setting.name for setting in settings]
+    given = [name.removeprefix("lora.") for name in names if name.startswith("lora.")]
     complaint = Lora.complaint(given)
     return {"lora": complaint} if complaint else {}
 
@@ -96,10 +117,8 @@ def _exit(parser: ArgumentParser, message: str) -> NoReturn:
     parser.exit(2, f"{parser.prog}: {message}\n{parser.prog} --help lists its fields\n")
 
 
-def completion(shell: str, recipes: Mapping[str, Any]) -> str:
-    """The script by which a shell, bash or zsh, completes recipes, flags and the values that a flag
-    can have.
-    """
+def completion(shell: str, recipes: Mapping[str, ConfigClass]) -> str:
+    """The script by which a shell, bash or zsh, completes recipes, flags and their values."""
     script = io.StringIO()
     set_parsing_settings(add_print_completion_argument=True)
     try:
@@ -122,8 +141,9 @@ SWITCHES = {
 
 
 def without_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
-    """The words without a switch, and whether it is on; it may be followed by true or false, as
-    other switches are.
+    """The words without a switch, and whether it is on.
+
+    It may be followed by true or false, as other switches are.
     """
     left: list[str] = []
     on = False
@@ -135,13 +155,20 @@ def without_switch(words: Sequence[str], switch: str) -> tuple[list[str], bool]:
         on = values[:1] != ["false"]
         if "=" in tokens[0]:
             left += tokens[1:]
-        else:
-            left += values[1:] if values[:1] in (["true"], ["false"]) else values
+        elif values[:1] in (["true"], ["false"]):
+            left += values[1:]
+        else:  # what follows is the command's, such as a file
+            left += values
     return left, on
 
 
-def _parser(name: str, config_class: Any, documented: bool = True) -> Any:
-    # a third to a half of its time
+def _parser(name: str, config_class: ConfigClass, documented: bool = True) -> Any:
+    """The parser of a recipe's flags and files.
+
+    Args:
+        documented: whether it has the text of each field, for --help.
+    """
+    # To read the texts takes a third to a half of its time.
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     parser = _Parser(
         prog=f"burnish {name}",
@@ -156,7 +183,7 @@ def _parser(name: str, config_class: Any, documented: bool = True) -> Any:
     return parser
 
 
-def _needed(config_class: Any) -> list[str]:
+def _needed(config_class: ConfigClass) -> list[str]:
     """The fields that a command must give."""
     needed = []
     for field in dataclasses.fields(config_class):
@@ -166,9 +193,11 @@ def _needed(config_class: Any) -> list[str]:
     return needed
 
 
-def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
-    """Flags by the names of fields: ``--learning-rate`` is ``--learning_rate``, ``--resume`` is on,
-    ``.inf`` is inf.
+def _spelled(config_class: ConfigClass, arguments: Sequence[str]) -> list[str]:
+    """Flags as jsonargparse takes them.
+
+    ``--learning-rate`` is ``--learning_rate``, ``--resume`` is ``--resume true``, and ``.inf``, as
+    YAML writes it, inf.
     """
     hints = get_type_hints(config_class)
     switches = {name for name, hint in hints.items() if hint is bool or True in get_args(hint)}
@@ -185,9 +214,7 @@ def _spelled(config_class: Any, arguments: Sequence[str]) -> list[str]:
 
 
 class _Setting(NamedTuple):
-    """A setting of a file or a flag, by a name with a dot in a group, and the tokens of it as a
-    flag.
-    """
+    """A setting of a file or a flag: its name, with a dot in a group, and its tokens as a flag."""
 
     name: str
     tokens: list[str]
@@ -206,15 +233,14 @@ def _mistakes(parser: Any, settings: Sequence[_Setting]) -> Iterator[tuple[str, 
         yield "config", f"needed as well: {', '.join(missing)}"
 
 
-def _settings(translated: Mapping[str, Any], arguments: Sequence[str]) -> list[_Setting]:
+def _settings(translated: Mapping[str, object], arguments: Sequence[str]) -> list[_Setting]:
     """The settings of files and flags."""
     flags = split_flags(arguments)
     settings: list[_Setting] = []
     with contextlib.suppress(ValueError):  # a file that can't be read is refused already
-        in_files = translated or read_files(
-            [flag.values[0] for flag in flags if flag.name == "config" and flag.values]
-        )
-        settings += [_as_flag(name, value) for name, value in flattened(in_files).items()]
+        in_files = translated or read_files(files_of(flags))
+        for name, value in flattened(in_files).items():
+            settings.append(_as_flag(name, value))
     for flag in flags:
         if flag.name not in ("config", "print_config"):
             settings += _settings_of(flag)
@@ -229,15 +255,13 @@ def _settings_of(flag: Flag) -> list[_Setting]:
     return [_as_flag(name, value) for name, value in values.items()]
 
 
-def _as_flag(name: str, value: Any) -> _Setting:
+def _as_flag(name: str, value: object) -> _Setting:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return _Setting(name, [f"--{name}={text}"])
 
 
 def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
-    """Describe the mistake of a setting by itself, in one line, in the words of its type; empty if
-    there is none.
-    """
+    """Describe the mistake of a setting by itself, in the words of its type; empty if none."""
     try:
         parser.parse_args(tokens)
         return ""
@@ -262,38 +286,35 @@ def _complaint(parser: Any, name: str, tokens: list[str]) -> str:
 
 
 def _unknown_reward(text: str) -> str:
-    """The complaint about the first reward of a mixture that does not ship and is no
-    ``module:function``, if any.
-    """
+    """Complain about the first reward that neither ships nor is a ``module:function``, if any."""
     # imported late: a parser of other settings needs no rewards
     from ..rewards.resolve import SHIPPED
 
-    rewards: Any = loaded(text)
+    rewards = loaded(text)  # one name, a list of names, or a mapping of names to settings
     if not isinstance(rewards, list | dict):
         rewards = [rewards]
-    if not isinstance(rewards, dict):
-        rewards = dict.fromkeys(map(str, rewards))
-    for key, settings in rewards.items():
-        function = settings.get("function", key) if isinstance(settings, dict) else key
+    for key in rewards:
+        function = str(key)
+        settings = rewards[key] if isinstance(rewards, dict) else None
+        if isinstance(settings, dict):
+            function = settings.get("function", function)
         if ":" not in function and function not in SHIPPED:
             return nearest("rewards: no", function, SHIPPED)
     return ""
 
 
-def _hint(fields: Any, name: str) -> Any:
-    """The type of a field of a dataclass, or of a group's field by its name with a dot; None if
-    there is none.
-    """
+def _hint(fields: ConfigClass, name: str) -> object:
+    """The type of a field, or of a group's field by its name with a dot; None if there is none."""
     hint = fields
     for part in name.split("."):
-        hint = get_type_hints(hint).get(part) if dataclasses.is_dataclass(hint) else None
+        if not dataclasses.is_dataclass(hint):
+            return None
+        hint = get_type_hints(hint).get(part)
     return hint
 
 
-def _meant(text: str, hint: Any) -> str:
-    """``, did you mean ...?`` with the word nearest to a wrong one; empty if none is near, or any
-    word may stand.
-    """
+def _meant(text: str, hint: object) -> str:
+    """``, did you mean ...?`` with the nearest choice; empty if none is near, or there are none."""
     choices: set[str] = set()
     for kind in kinds(hint):
         if get_origin(kind) is Literal:
@@ -307,26 +328,28 @@ def _meant(text: str, hint: Any) -> str:
 class _Parser(ArgumentParser):
     """Argument parser whose help lists fields by topic."""
 
-    fields: Any = OfflineConfig  # the class of the configuration
+    fields: ConfigClass = OfflineConfig  # the class of the configuration
 
     def format_help(self, formatter: Any = None) -> str:
         """List the recipe's own fields first, then the shared ones by topic."""
         own = {each.name for each in dataclasses.fields(self.fields)}
         offline = {each.name for each in dataclasses.fields(OfflineConfig)}
-        shared = {name: title for title, names in _SECTIONS.items() for name in names.split()}
+        shared: dict[str, str] = {}  # the section of each shared field
+        for title, names in _SECTIONS.items():
+            shared |= dict.fromkeys(names.split(), title)
         sections: dict[str, list[argparse.Action]] = {title: [] for title in ("", *_SECTIONS, _RUN)}
         for action in self._actions:
             name = action.dest.partition(".")[0]
             is_own = name in own - offline
             sections["" if is_own else shared.get(name, _RUN)].append(action)
         for switch, purpose in SWITCHES.items():
-            sections[_RUN].append(
-                argparse.Action(
-                    [f"--{switch}"], switch, nargs=0, default=argparse.SUPPRESS, help=purpose
-                )
+            action = argparse.Action(
+                [f"--{switch}"], switch, nargs=0, default=argparse.SUPPRESS, help=purpose
             )
+            sections[_RUN].append(action)
+        needed = _needed(self.fields)
         for action in self._actions:
-            action.required |= action.dest in _needed(self.fields)
+            action.required |= action.dest in needed
         formatter = formatter or self._get_formatter()
         formatter.add_text(f"usage: {self.prog} [--config file.yaml] [--field value]")
         formatter.add_text(self.description)

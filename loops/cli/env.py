@@ -1,5 +1,6 @@
-"""``burnish env [config.yaml]``: the facts about the machine that a bug report needs, and nothing
-private.
+"""``burnish env [config.yaml]``: the facts about the machine that a bug report needs.
+
+Nothing of them is private: of a configuration there is its digest alone.
 """
 
 import hashlib
@@ -18,13 +19,13 @@ def environment(files: Sequence[str] = ()) -> str:
     lines["gpu"] = _gpus()
     lines |= launch_variables()
     for file in files:
-        lines[Path(file).name] = (
-            f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]}"
-        )
+        digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+        lines[Path(file).name] = f"sha256 {digest[:16]}"
     return "\n".join(f"{name:15} {value}" for name, value in lines.items())
 
 
 def _gpus() -> str:
+    """``2 x NVIDIA H100 80GB HBM3, 79 GiB, compute 9.0; CUDA 12.8, HIP None``"""
     try:
         import torch
     except ImportError:
@@ -34,8 +35,7 @@ def _gpus() -> str:
     described = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        described.append(
-            f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, compute {gpu.major}.{gpu.minor}"
-        )
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        described.append(f"{gpu.name}, {memory}, compute {gpu.major}.{gpu.minor}")
     kinds = [f"{described.count(kind)} x {kind}" for kind in dict.fromkeys(described)]
     return f"{'; '.join(kinds)}; CUDA {torch.version.cuda}, HIP {torch.version.hip}"

@@ -1,5 +1,4 @@
-"""Launch lines of accelerate, torchrun and deepspeed: how many ranks they start, and how these
-share the model.
+"""Launch lines of accelerate, torchrun and deepspeed: their ranks, and how these share the model.
 
 `expanded` brings files and flags of all of them to one vocabulary, the names of `accelerate
 launch`; the rule `sharding` makes our fields of it, and `command` the line of torchrun that starts
@@ -13,11 +12,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
-from .trl_rules import Translation, as_list
+from .trl_rules import Fields, Translation, as_list
+
+# Names of accelerate's flags, as YAML, JSON or words of a command give their values.
+Words: TypeAlias = dict[str, Any]
 
 _OFF = (None, False, "", "no", "none", "None", "false", "False", 0)
 # Sections of a file of accelerate's, and what its flags have before the names of their keys.
@@ -30,9 +32,9 @@ _STARTED_BY_TRL = 8  # processes, by each of the files that TRL ships
 
 @cache
 def names() -> dict[str, Any]:
-    parsed: dict[str, Any] = yaml.safe_load(
-        Path(__file__).with_name("launch_names.yaml").read_text()
-    )
+    """The table of launchers' names, in `launch_names.yaml`."""
+    text = Path(__file__).with_name("launch_names.yaml").read_text()
+    parsed: dict[str, Any] = yaml.safe_load(text)
     return parsed
 
 
@@ -40,7 +42,7 @@ class Unreadable(ValueError):
     """A file of a launch line that can't be read, and whose name is no known preset either."""
 
 
-def expanded(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], dict[str, str]]:
+def expanded(given: Mapping[str, Any]) -> tuple[Words, list[str], dict[str, str]]:
     """Given names, and the names that files among their values give; flags win over files.
 
     Returns:
@@ -63,22 +65,20 @@ def expanded(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str], dict[
     return words, notes, refused
 
 
-def _accelerate_file(value: Any) -> tuple[dict[str, Any], list[str]]:
+def _accelerate_file(value: object) -> tuple[Words, list[str]]:
     """The keys of a file of accelerate's, or the preset's keys that its name stands for."""
     path = Path(str(value))
     if not path.is_file():
         preset = names()["presets"].get(_plain(path.stem))
         if preset is None:
-            raise Unreadable(
-                f"there is no {value} here, and its name is none of {', '.join(names()['presets'])}"
-            )
+            known = ", ".join(names()["presets"])
+            raise Unreadable(f"there is no {value} here, and its name is none of {known}")
         if path.suffix:
-            return preset, [
-                f"there is no {value} here; it is read by its name, as {_plain(path.stem)} in bf16"
-            ]
+            read_as = f"it is read by its name, as {_plain(path.stem)} in bf16"
+            return preset, [f"there is no {value} here; {read_as}"]
         return {**preset, "num_processes": _STARTED_BY_TRL}, []
     keys = _mapping(path)
-    found: dict[str, Any] = {}
+    found: Words = {}
     for key, each in keys.items():
         if key in _GROUPS:
             found |= _flat(key, each or {})
@@ -94,7 +94,7 @@ def _accelerate_file(value: Any) -> tuple[dict[str, Any], list[str]]:
     return found, []
 
 
-def _asks(name: str, value: Any) -> bool:
+def _asks(name: str, value: object) -> bool:
     """True unless a key of the file is off, which asks for nothing but with a few names."""
     return name in _OFF_IS_ASKED or (value not in _OFF and value != [])
 
@@ -106,16 +106,18 @@ def _plain(stem: str) -> str:
     return re.sub(r"^zero_?(stage_?)?(\d)$", r"zero\2", stem)
 
 
-def _flat(group: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _flat(group: str, keys: Mapping[str, object]) -> Words:
+    """The keys of a section of a file under the names of accelerate's flags."""
     prefix = _GROUPS[group]
-    found: dict[str, Any] = {}
+    found: Words = {}
     for key, value in keys.items():
         name = key if key.startswith(prefix) else prefix + key
         found[names()["renamed"].get(name, name)] = value
     return found
 
 
-def _mapping(path: Path) -> dict[str, Any]:
+def _mapping(path: Path) -> Words:
+    """The keys of a file; `Unreadable` if it has none."""
     try:
         keys = yaml.safe_load(path.read_text("utf-8"))  # JSON is YAML, too
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -125,10 +127,8 @@ def _mapping(path: Path) -> dict[str, Any]:
     return keys
 
 
-def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
-    """What a file of DeepSpeed's, or a mapping in its place, asks for, in the names of accelerate's
-    flags.
-    """
+def _deepspeed_file(value: object) -> tuple[Words, list[str]]:
+    """What a file of DeepSpeed's or a mapping asks for, in the names of accelerate's flags."""
     path = Path(str(value))
     if isinstance(value, Mapping):
         keys = value
@@ -137,12 +137,10 @@ def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
     else:
         preset = names()["presets"].get(_plain(path.stem), {})
         if "zero_stage" not in preset:
-            raise Unreadable(
-                f"there is no {value} here, and its name says no stage, as zero3.json does"
-            )
-        return {**preset, "use_deepspeed": True}, [
-            f"there is no {value} here; it is read by its name"
-        ]
+            problem = f"there is no {value} here, and its name says no stage"
+            raise Unreadable(f"{problem}, as zero3.json does")
+        note = f"there is no {value} here; it is read by its name"
+        return {**preset, "use_deepspeed": True}, [note]
     _refuse_deepspeed(keys)
     zero = keys.get("zero_optimization") or {}
     found = {"use_deepspeed": True, "zero_stage": zero.get("stage", 0)}
@@ -156,10 +154,8 @@ def _deepspeed_file(value: Any) -> tuple[dict[str, Any], list[str]]:
     return found, []
 
 
-def _refuse_deepspeed(keys: Mapping[str, Any]) -> None:
-    """Raise `Unreadable` if a file of DeepSpeed's asks for something that burnish does otherwise,
-    or not at all.
-    """
+def _refuse_deepspeed(keys: Mapping[str, object]) -> None:
+    """Raise `Unreadable` if a file of DeepSpeed's asks for what burnish does otherwise, or not."""
     for key in keys:
         if key not in names()["deepspeed_harmless"]:
             raise Unreadable(f"{key} has no equivalent here; leave it out")
@@ -170,11 +166,11 @@ def _refuse_deepspeed(keys: Mapping[str, Any]) -> None:
             )
 
 
-def _fsdp_words(value: Any) -> tuple[dict[str, Any], list[str]]:
+def _fsdp_words(value: object) -> tuple[Words, list[str]]:
     """``full_shard auto_wrap offload`` of transformers' Trainer."""
     words = [str(each) for each in as_list(value)]
     options = {word.lower() for text in words for word in text.split()}
-    found: dict[str, Any] = {"use_fsdp": True}
+    found: Words = {"use_fsdp": True}
     strategies = [word.upper() for word in options if word.upper() in names()["strategies"]]
     if strategies and strategies[0] not in ("TRUE", "FALSE"):
         found["fsdp_sharding_strategy"] = strategies[0]
@@ -189,16 +185,16 @@ def _fsdp_words(value: Any) -> tuple[dict[str, Any], list[str]]:
     return found, []
 
 
-def _fsdp_settings(value: Any) -> tuple[dict[str, Any], list[str]]:
+def _fsdp_settings(value: object) -> tuple[Words, list[str]]:
     return _settings_of("fsdp_config", value)
 
 
-def _parallelism_settings(value: Any) -> tuple[dict[str, Any], list[str]]:
+def _parallelism_settings(value: object) -> tuple[Words, list[str]]:
     found, notes = _settings_of("parallelism_config", value)
     return {**found, "use_parallelism_config": True}, notes
 
 
-def _settings_of(group: str, value: Any) -> tuple[dict[str, Any], list[str]]:
+def _settings_of(group: str, value: Any) -> tuple[Words, list[str]]:
     """A mapping, its JSON, or a file of it."""
     if isinstance(value, str) and not value.lstrip().startswith("{"):
         value = _mapping(Path(value))
@@ -218,12 +214,10 @@ _FILES = {
 }
 
 
-def sharding(trl: Translation) -> dict[str, Any]:
-    """The fields by which ranks share the model as a launch line asks; fields set in our names
-    win.
-    """
+def sharding(trl: Translation) -> Fields:
+    """The fields by which ranks share the model as a launch line asks; ours, if set, win."""
     kind = _kind(trl)
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     if kind == "deepspeed":
         fields = _deepspeed(trl)
     elif kind == "fsdp":
@@ -232,11 +226,11 @@ def sharding(trl: Translation) -> dict[str, Any]:
         fields |= _parallelism(trl)
     sizes = {name for name in fields if name.startswith("parallel.")}
     alone = {name for name in sizes if fields[name] == 1}  # as without the setting
-    return {
-        name: value
-        for name, value in fields.items()
-        if name not in alone and name not in trl.elsewhere
-    }
+    asked: Fields = {}
+    for name, value in fields.items():
+        if name not in alone and name not in trl.elsewhere:
+            asked[name] = value
+    return asked
 
 
 def _on(trl: Translation, name: str) -> bool:
@@ -245,22 +239,16 @@ def _on(trl: Translation, name: str) -> bool:
 
 
 def _kind(trl: Translation) -> str:
-    """fsdp, deepspeed, copies or one; by flags if there are any, as in accelerate, else by its
-    file.
-    """
-    for name, kind in (
-        ("use_deepspeed", "deepspeed"),
-        ("use_fsdp", "fsdp"),
-        ("multi_gpu", "copies"),
-    ):
+    """fsdp, deepspeed, copies or one; by flags if there are any, or else by accelerate's file."""
+    by_flag = {"use_deepspeed": "deepspeed", "use_fsdp": "fsdp", "multi_gpu": "copies"}
+    for name, kind in by_flag.items():
         if _on(trl, name):
             return kind
     asked = str(trl.given.get("distributed_type") or "NO").upper()
     types: Mapping[str, str] = names()["types"]
     if asked not in types:
-        trl.refuse(
-            "distributed_type", f"{asked!r} is none of {', '.join(types)}", instead="parallel"
-        )
+        why = f"{asked!r} is none of {', '.join(types)}"
+        trl.refuse("distributed_type", why, instead="parallel")
     return types.get(asked, "one")
 
 
@@ -275,18 +263,20 @@ def _ranks(trl: Translation, name: str) -> int | None:
 
 def _first_given(trl: Translation, candidates: Sequence[str]) -> str:
     """The first of some names that is given; empty if none is."""
-    return next((name for name in candidates if name in trl.given), "")
+    for name in candidates:
+        if name in trl.given:
+            return name
+    return ""
 
 
-def _deepspeed(trl: Translation) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+def _deepspeed(trl: Translation) -> Fields:
+    fields: Fields = {}
     name = _first_given(trl, ["accelerate_config", "deepspeed", "use_deepspeed"]) or "zero_stage"
     given = trl.given.get("zero_stage")
     stage = 2 if given is None else int(given)  # accelerate's
     if stage not in (0, 1, 2, 3):
-        return trl.refuse(
-            "zero_stage", f"{stage} is none of 0, 1, 2, 3", instead="parallel.dp_shard_size"
-        )
+        why = f"{stage} is none of 0, 1, 2, 3"
+        return trl.refuse("zero_stage", why, instead="parallel.dp_shard_size")
     ranks = _ranks(trl, name) if stage else None
     if ranks:
         fields["parallel.dp_shard_size"] = ranks
@@ -297,9 +287,8 @@ def _deepspeed(trl: Translation) -> dict[str, Any]:
     if _device(trl, "optimizer") == "cpu":
         fields["offload_optimizer"] = True
     if _device(trl, "param") != "none":
-        trl.refuse(
-            "offload_param_device", "parameters stay on the GPU", instead="offload_optimizer"
-        )
+        why = "parameters stay on the GPU"
+        trl.refuse("offload_param_device", why, instead="offload_optimizer")
     return fields
 
 
@@ -307,28 +296,29 @@ def _device(trl: Translation, kind: str) -> str:
     name = f"offload_{kind}_device"
     device = str(trl.given.get(name) or "none").lower()
     if device not in ("none", "cpu"):
-        trl.refuse(
-            name,
-            f"states go to the memory of the host (cpu), not to {device}",
-            instead="offload_optimizer",
-        )
+        why = f"states go to the memory of the host (cpu), not to {device}"
+        trl.refuse(name, why, instead="offload_optimizer")
     return device
 
 
-def _fsdp(trl: Translation) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+def _fsdp(trl: Translation) -> Fields:
+    fields: Fields = {}
     name = _first_given(trl, ["accelerate_config", "fsdp", "use_fsdp"]) or "distributed_type"
-    setting = next((each for each in _STRATEGY if trl.given.get(each) is not None), "")
+    setting = ""
+    for each in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):  # of FSDP 1, of FSDP 2
+        if not setting and trl.given.get(each) is not None:
+            setting = each
     strategy = str(trl.given.get(setting, "FULL_SHARD")).upper()
     over = names()["strategies"].get(strategy)
     if over is None:
-        return trl.refuse(
-            setting, f"{strategy!r} is no way to shard", instead="parallel.dp_shard_size"
-        )
+        why = f"{strategy!r} is no way to shard"
+        return trl.refuse(setting, why, instead="parallel.dp_shard_size")
     ranks = _ranks(trl, name) if over != "none" else None
     if ranks:
         machines = int(trl.given.get("num_machines") or 1)
-        fields["parallel.dp_shard_size"] = ranks // machines if over == "machine" else ranks
+        fields["parallel.dp_shard_size"] = ranks
+        if over == "machine":  # each machine holds a copy (HSDP)
+            fields["parallel.dp_shard_size"] = ranks // machines
         if strategy in ("SHARD_GRAD_OP", "2", "HYBRID_SHARD_ZERO2", "5", "FALSE"):
             kept = "keeps the parameters between forward and backward"
             trl.notes.append(
@@ -344,10 +334,7 @@ def _fsdp(trl: Translation) -> dict[str, Any]:
     return fields
 
 
-_STRATEGY = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
-
-
-def _parallelism(trl: Translation) -> dict[str, Any]:
+def _parallelism(trl: Translation) -> Fields:
     kinds = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
     sizes = {kind: int(trl.given.get(f"parallelism_config_{kind}_size") or 1) for kind in kinds}
     together = sizes["tp"] * sizes["cp"] * sizes["sp"]
@@ -400,33 +387,26 @@ def launched(
     return [f"--{name}={value}" for name, value in by_name.items()], variables, notes
 
 
+# The words of launchers: of "uv run accelerate launch", "python -m torchrun", "trl dpo".
+_LAUNCHERS = (
+    "accelerate", "launch", "torchrun", "deepspeed", "trl", "python", "python3", "uv", "run",
+)  # fmt: skip
+
+
 def _left_out(words: Sequence[str]) -> list[str]:
     """The words before the first flag that are neither variables nor launchers that are known."""
-    known = {
-        "accelerate",
-        "launch",
-        "torchrun",
-        "deepspeed",
-        "trl",
-        "python",
-        "python3",
-        "uv",
-        "run",
-    }
     left_out = []
     for word in words:
         if word.startswith("-"):
             break
         is_variable = re.match(r"[A-Za-z_]\w*=", word)
-        if not is_variable and Path(word).name not in known:
+        if not is_variable and Path(word).name not in _LAUNCHERS:
             left_out.append(word)
     return left_out
 
 
 def _count_processes(flags: dict[str, str]) -> None:
-    """Replace the number of processes per machine, which torchrun and DeepSpeed name, by the number
-    of all.
-    """
+    """Replace the number of processes per machine, as torchrun and DeepSpeed count, by all."""
     per_machine = flags.pop("nproc_per_node", None) or flags.pop("num_gpus", None)
     if per_machine is None:
         return
@@ -438,21 +418,18 @@ def _count_processes(flags: dict[str, str]) -> None:
 
 
 def _default_file() -> Path | None:
-    """The file that `accelerate config` leaves, which `accelerate launch` reads unless it is given
-    another.
-    """
+    """The file that `accelerate config` leaves, and `accelerate launch` reads if given none."""
     cache_home = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = Path(os.environ.get("HF_HOME", f"{cache_home}/huggingface")).expanduser()
-    candidates = (
-        home / "accelerate" / f"default_config.{kind}" for kind in ("yaml", "json", "yml")
-    )
-    return next((path for path in candidates if path.is_file()), None)
+    for kind in ("yaml", "json", "yml"):
+        path = home / "accelerate" / f"default_config.{kind}"
+        if path.is_file():
+            return path
+    return None
 
 
 def command(recipe: str, given: Mapping[str, Any], variables: Sequence[str] = ()) -> str:
-    """The line that starts the ranks of a launch line, to which the configuration is to be
-    added.
-    """
+    """The line that starts the same ranks by torchrun; the configuration is to be added to it."""
     said = {name: given.get(name) for name in ("num_processes", "num_machines", "nproc_per_node")}
     machines = int(said["num_machines"] or 1)
     settings = [*variables, *_variables(given)]
@@ -462,23 +439,20 @@ def command(recipe: str, given: Mapping[str, Any], variables: Sequence[str] = ()
         for_several = name in ("num_machines", "rdzv_backend", "main_process_ip")
         if value in (*_OFF, "static") or (machines == 1 and for_several):
             continue
-        options.append(
-            f"--{theirs}"
-            if value is True or value == "true"
-            else f"--{theirs} {shlex.quote(str(value))}"
-        )
+        is_switch = value is True or value == "true"
+        options.append(f"--{theirs}" if is_switch else f"--{theirs} {shlex.quote(str(value))}")
     if machines > 1 and given.get("machine_rank") in _OFF:
         options.append("--node_rank 0")
     ranks = int(said["num_processes"] or 1)
     each = said["nproc_per_node"] or max(ranks // machines, 1)
     if each == 1 and machines == 1:
         return " ".join([*settings, f"burnish {recipe}"])
-    return " ".join(
-        [*settings, "torchrun", f"--nproc_per_node {each}", *options, f"-m burnish {recipe}"]
-    )
+    torchrun = ["torchrun", f"--nproc_per_node {each}", *options, f"-m burnish {recipe}"]
+    return " ".join([*settings, *torchrun])
 
 
-def _variables(given: Mapping[str, Any]) -> list[str]:
+def _variables(given: Mapping[str, object]) -> list[str]:
+    """Variables of the environment in place of flags that torchrun has not."""
     found: list[str] = []
     for name, variable in names()["variables"].items():
         value = given.get(name)

@@ -1,4 +1,8 @@
-"""Read configuration files and flags of TRL; both vocabularies may be mixed."""
+"""Read configuration files and flags of TRL; both vocabularies may be mixed.
+
+beta: 0.2, num_train_epochs: 2       a file of TRL's, or ours, or both; --flags are read likewise
+-> beta: 0.2, epochs: 2              our fields, which jsonargparse then parses
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -11,7 +15,7 @@ from jsonargparse import get_loader
 
 from ..registry import nearest
 from . import launch, trl_rules
-from .trl_rules import Translation, as_list, table
+from .trl_rules import Fields, Translation, as_list, table
 
 _load = get_loader("yaml")  # in which 1e-4 is a number, as it is not in YAML 1.1
 _HEADLINES = 3  # lines about TRL's names at the start of a run
@@ -27,8 +31,12 @@ _GROUPS = (
 
 
 class Flag(NamedTuple):
-    """A flag without its dashes, the values that follow it, and all of its tokens as they were
-    written.
+    """A flag of a command line: ``--lora.r=8`` is ("lora.r", ["8"], ["--lora.r=8"]).
+
+    Attributes:
+        name: without its dashes.
+        values: what follows it.
+        tokens: all of it as it was written.
     """
 
     name: str
@@ -40,21 +48,24 @@ class Flag(NamedTuple):
 def entries(recipe: str) -> dict[str, tuple[str, Any]]:
     """Each name of TRL in a recipe: (renamed, values, ignored, refused or rules; its entry)."""
     found: dict[str, tuple[str, Any]] = {}
+    # the recipe's own entries come last, and replace the ones of all recipes
     for part in (launch.names(), table(), table()["recipes"].get(recipe, {})):
-        found |= {name: ("renamed", name) for name in part.get("same", ())}
+        for name in part.get("same", ()):
+            found[name] = ("renamed", name)
         if part is not launch.names():  # whose renamed names are keys of files
-            found |= {name: ("renamed", field) for name, field in part.get("renamed", {}).items()}
-        found |= {name: ("values", field) for name, field in part.get("values", {}).items()}
-        found |= {
-            name: ("ignored", why)
-            for why, names in part.get("ignored", {}).items()
-            for name in names
-        }
+            for name, field in part.get("renamed", {}).items():
+                found[name] = ("renamed", field)
+        for name, field in part.get("values", {}).items():
+            found[name] = ("values", field)
+        for why, names in part.get("ignored", {}).items():
+            for name in names:
+                found[name] = ("ignored", why)
         for why, names in part.get("refused", {}).items():
-            found |= {name: ("refused", (why, harmless)) for name, harmless in names.items()}
-        found |= {
-            name: ("rules", None) for names in part.get("rules", {}).values() for name in names
-        }
+            for name, harmless in names.items():
+                found[name] = ("refused", (why, harmless))
+        for names in part.get("rules", {}).values():
+            for name in names:
+                found[name] = ("rules", None)
     return found
 
 
@@ -62,14 +73,15 @@ def translate(
     recipe: str,
     known: Collection[str],
     given: Mapping[str, Any],
-    elsewhere: Mapping[str, Any] | None = None,
+    elsewhere: Mapping[str, object] | None = None,
     *,
     ranks: int | None = 1,
 ) -> Translation:
-    """Translate a mapping of TRL's names to values, all in the table, beside fields of ours that
-    are set elsewhere.
+    """Translate a mapping of TRL's names, which are all in the table, to values.
 
     Args:
+        known: our fields in this recipe.
+        elsewhere: our fields that are set in our own vocabulary.
         ranks: of this run, where neither a name nor a launcher says so; None if no run is started.
     """
     out = Translation(given, known, trl_defaults(recipe), elsewhere or {}, ranks=ranks)
@@ -80,14 +92,16 @@ def translate(
     for rule, names in rules.items():
         _apply_rule(out, rule, names)
     out.notes += _notes_of_names(recipe, given, rules)
-    if kept := _without_effect(out):
+    kept = _without_effect(out)
+    if kept:
         out.ignored["nothing to change for these values"] = kept
     return out
 
 
 def _values_last(recipe: str, given: Mapping[str, Any]) -> list[str]:
-    """The given names; names that choose a field's value come last, in the order of the table,
-    where the last wins.
+    """The given names; names that choose a field's value come last, in the order of the table.
+
+    Several of them may choose the value of one field, and the last wins.
     """
     order = {}
     for position, (name, (kind, _)) in enumerate(entries(recipe).items()):
@@ -121,9 +135,7 @@ def _translate_name(out: Translation, name: str, kind: str, entry: Any) -> None:
 
 
 def _apply_rule(out: Translation, rule: str, names: Collection[str]) -> None:
-    """Set the fields that several names make together, by a function or by a switch of the
-    table.
-    """
+    """Set the fields that names make together, by a function or by a switch of the table."""
     present = [name for name in names if name in out.given]
     if not present:
         return
@@ -161,23 +173,22 @@ def _without_effect(out: Translation) -> list[str]:
     return [name for name in out.given if name not in done]
 
 
-def trl_defaults(recipe: str) -> dict[str, Any]:
+def trl_defaults(recipe: str) -> Fields:
+    """TRL's defaults in this recipe, by TRL's names."""
     return {**table()["defaults"]["all"], **table()["defaults"].get(recipe, {})}
 
 
-def _switched(out: Translation, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of names that are not off; none, if the first of them switches the others and is
-    off.
-    """
+def _switched(out: Translation, names: Mapping[str, Any]) -> Fields:
+    """The fields of names that are not off; none, if the first switches the others and is off."""
     switch = next(iter(names))
     if switch in table()["switches"] and not out[switch]:
         why = table()["switches"][switch]
         if why:
             out.ignored[why] = [name for name in names if name in out.given]
         return {}
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     for name, entry in names.items():
-        # which chooses a field's value for off, too
+        # a mapping chooses a field's value for off, too
         is_on = bool(out[name]) or isinstance(entry, dict)
         if entry and is_on:
             _merge(fields, _fields(out, name, out[name], entry))
@@ -186,7 +197,7 @@ def _switched(out: Translation, names: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _merge(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
+def _merge(fields: dict[str, Any], more: Mapping[str, object]) -> None:
     """Add fields; ``field:key`` is one key of a field that is a mapping."""
     for field, value in more.items():
         field, _, key = field.partition(":")
@@ -196,34 +207,39 @@ def _merge(fields: dict[str, Any], more: Mapping[str, Any]) -> None:
             fields[field] = value
 
 
-def _fields(out: Translation, name: str, value: Any, entry: Any) -> dict[str, Any]:
-    """The field that an entry of the table names, and its value: as it is, as a list, or as the
-    table chooses it.
+def _fields(out: Translation, name: str, value: Any, entry: Any) -> Fields:
+    """The field that an entry of the table names, and its value.
+
+    Args:
+        entry: "field", whose value is TRL's; ["field"], whose value is a list of it; or {field:
+            name, theirs: ours, ...}, which chooses it.
     """
     if isinstance(entry, list):
         return {entry[0]: value if isinstance(value, list) else [value]}
-    value = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(value, list) and len(value) == 1:  # a flag that may have several values
+        value = value[0]
     if isinstance(entry, str):
         return {entry: value}
     choices = {theirs: ours for theirs, ours in entry.items() if theirs != "field"}
     if isinstance(value, list | dict) or value not in choices:
-        return out.refuse(
-            name, f"{value!r} is none of {', '.join(map(str, choices))}", instead=entry["field"]
-        )
+        complaint = f"{value!r} is none of {', '.join(map(str, choices))}"
+        return out.refuse(name, complaint, instead=entry["field"])
     return {} if choices[value] is None else {entry["field"]: choices[value]}
 
 
 def read(
     recipe: str, config_class: type, arguments: Sequence[str], *, to_run: bool = True
-) -> tuple[dict[str, Any], list[str], Translation]:
-    """Translate configuration files and TRL's flags into our fields; also return the remaining
-    flags, which are ours.
+) -> tuple[Fields, list[str], Translation]:
+    """Translate configuration files and TRL's flags into our fields.
 
     Flags win over files. Mistakes are listed in ``refused``.
 
     Args:
         to_run: false only to show the translation. In a run in which no name is TRL's, all
             arguments remain; and its processes are the ones that were started.
+
+    Returns:
+        Our fields; the remaining flags, which are ours; and what is to be said of the translation.
     """
     own = {each.name: each.default for each in dataclasses.fields(config_class)}
     try:
@@ -237,7 +253,7 @@ def read(
     in_file, by_flag = _in_our_names(recipe, words, unknown)
     elsewhere = {**in_file, **flattened(by_flag)}
     given, launch_notes, unreadable = launch.expanded(_in_names_of_trl(recipe, words))
-    for name in [*given]:
+    for name in list(given):  # as names are deleted on the way
         if name not in entries(recipe):  # a key of a launcher's file
             unknown[name] = nearest("accelerate_config: no key", name, entries(recipe))
             del given[name]
@@ -249,6 +265,7 @@ def read(
     out.refused |= _given_twice(recipe, out, words, in_file, by_flag)
     ours = {**in_file, **_without(out.ours, by_flag)}
 
+    # TRL's defaults, as fields that neither vocabulary gives
     everything = {**trl_defaults(recipe), **given}
     theirs = translate(recipe, own, everything, elsewhere, ranks=ranks).ours
     defaults = _without(theirs, {*ours, *by_flag})
@@ -258,7 +275,10 @@ def read(
         ours = {**defaults, **ours}
     silent = _without(table()["silent"].get(recipe, {}), {*ours, *by_flag})
     out.silent = [f"{name}: {why}" for name, why in silent.items()]
-    left = [token for flag in words.flags if flag.name in by_flag for token in flag.tokens]
+    left = []
+    for flag in words.flags:
+        if flag.name in by_flag:
+            left += flag.tokens
     return _grouped(ours), left, out
 
 
@@ -273,13 +293,13 @@ class _Words:
         defaults: whose defaults are wanted: trl, or None for burnish's own.
     """
 
-    file: dict[str, Any]
-    by_flag: dict[str, Any]
+    file: dict[str, object]
+    by_flag: dict[str, object]
     flags: list[Flag]
-    defaults: Any
+    defaults: object
 
     @property
-    def all(self) -> dict[str, Any]:
+    def all(self) -> dict[str, object]:
         """Names and values; flags win over files."""
         return {**self.file, **self.by_flag}
 
@@ -291,8 +311,11 @@ def _words(recipe: str, own: Collection[str], arguments: Sequence[str]) -> _Word
         ValueError: naming the file that can't be read.
     """
     flags = split_flags(arguments)
-    file = read_files([flag.values[0] for flag in flags if flag.name == "config" and flag.values])
-    given = {flag.name: _value(flag.name, flag.values) for flag in flags if flag.name != "config"}
+    file = read_files(files_of(flags))
+    given = {}
+    for flag in flags:
+        if flag.name != "config":
+            given[flag.name] = _value(flag.name, flag.values)
     in_file = file.pop("defaults", None)
     defaults = given.pop("defaults", in_file)
     return _Words(
@@ -315,9 +338,7 @@ def _has_names_of_trl(recipe: str, own: Collection[str], words: _Words) -> bool:
 
 
 def _unknown(recipe: str, own: Collection[str], words: _Words) -> dict[str, str]:
-    """Complaints about names of neither vocabulary, by the name; and about ``defaults``, if they
-    are nobody's.
-    """
+    """Complaints about names of neither vocabulary, and about ``defaults`` that are nobody's."""
     unknown = {}
     for name in _foreign(own, words):
         if not _name(recipe, name):
@@ -328,12 +349,8 @@ def _unknown(recipe: str, own: Collection[str], words: _Words) -> dict[str, str]
     return unknown
 
 
-def _in_our_names(
-    recipe: str, words: _Words, unknown: Collection[str]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Our fields in files, a group's fields by names with a dot; and the flags in our names, as
-    they were given.
-    """
+def _in_our_names(recipe: str, words: _Words, unknown: Collection[str]) -> tuple[Fields, Fields]:
+    """Our fields in files, a group's fields by names with a dot; and by flags, as they are given."""
     in_file = {}
     for name, value in words.file.items():
         if not _name(recipe, name) and name not in unknown:
@@ -342,7 +359,8 @@ def _in_our_names(
     return flattened(in_file), by_flag
 
 
-def _in_names_of_trl(recipe: str, words: _Words) -> dict[str, Any]:
+def _in_names_of_trl(recipe: str, words: _Words) -> dict[str, object]:
+    """The values of TRL's names, each by the name that is in the table."""
     given = {}
     for name, value in words.all.items():
         theirs = _name(recipe, name)
@@ -358,8 +376,9 @@ def _given_twice(
     in_file: Collection[str],
     by_flag: Collection[str],
 ) -> dict[str, str]:
-    """Complaints about fields that both vocabularies give in one place; a flag may replace a file's
-    field.
+    """Complaints about fields that both vocabularies give in one place.
+
+    A flag may replace a field of a file, whichever names they have.
     """
     flagged = {_name(recipe, name) for name in words.by_flag}
     twice = {}
@@ -371,24 +390,23 @@ def _given_twice(
     return twice
 
 
-def _differing(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+def _differing(own: Mapping[str, object], theirs: Mapping[str, object]) -> str:
     """A line of the defaults of TRL's that differ from ours; empty if none does."""
-    differ = [
-        f"{name} {own.get(name)} ({value})"
-        for name, value in theirs.items()
-        if own.get(name) != value
-    ]
+    differ = []
+    for name, value in theirs.items():
+        if own.get(name) != value:
+            differ.append(f"{name} {own.get(name)} ({value})")
     if not differ:
         return ""
     return f"defaults that differ (TRL's, which --defaults trl takes): {', '.join(differ)}"
 
 
-def _without(fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+def _without(fields: Mapping[str, object], names: Collection[str]) -> Fields:
     """The fields that are not among some names, by themselves or by their group."""
     return {field: value for field, value in fields.items() if not _has(names, field)}
 
 
-def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _grouped(fields: Mapping[str, object]) -> Fields:
     """Fields of groups, which have a dot, as mappings."""
     merged: dict[str, Any] = {}
     for field, value in fields.items():
@@ -402,8 +420,12 @@ def _grouped(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A command of TRL's: the recipe, all flags of launcher and script, and what stood before the
-    launcher.
+    """A command of TRL's.
+
+    Attributes:
+        flags: of the launcher and the script.
+        variables: of the environment, which stand before the launcher.
+        notes: what is to be said of the launcher.
     """
 
     recipe: str
@@ -418,7 +440,9 @@ def from_command(words: Sequence[str]) -> Command:
     at = _script(words)
     name = words[at].removesuffix(".py").replace("/", ".").rpartition(".")[2]
     recipe, *flags = table()["scripts"].get(name, name).split(" ")
-    first = next((n for n, word in enumerate(words[:at]) if word.startswith("--")), at)
+    first = 0
+    while first < at and not words[first].startswith("--"):
+        first += 1
     launcher = [(flag.name, flag.values) for flag in split_flags(words[first:at])]
     started, variables, notes = launch.launched(words[:at], launcher)
     return Command(recipe, [*started, *flags, *words[at + 1 :]], variables, notes)
@@ -428,38 +452,38 @@ def _script(words: Sequence[str]) -> int:
     """Where the script of a command is: after ``trl``, or the first file or module of Python."""
     if "trl" in words[:-1]:
         return words.index("trl") + 1
-    scripts = [
-        n for n, word in enumerate(words) if word.endswith(".py") or word.startswith("trl.scripts.")
-    ]
-    return min(scripts, default=0)
+    for number, word in enumerate(words):
+        if word.endswith(".py") or word.startswith("trl.scripts."):
+            return number
+    return 0
 
 
-def to_yaml(ours: Mapping[str, Any], left: Sequence[str], out: Translation) -> str:
-    """The configuration in our fields, our own flags among them; what has no effect or is refused
-    as comments.
+def to_yaml(ours: Mapping[str, object], left: Sequence[str], out: Translation) -> str:
+    """The configuration in our fields, below comments on what has no effect or is refused.
+
+    Args:
+        left: our own flags, which become fields, too.
     """
     flags = {}
     for flag in split_flags(left):
         if flag.name not in out.refused:
             flags[flag.name] = _value(flag.name, flag.values)
     fields = flattened(ours) | flattened(flags)
-    comments = [*messages(out), *(f"refused: {why}" for why in out.refused.values())]
+    comments = messages(out)
+    comments += [f"refused: {why}" for why in out.refused.values()]
     heading = "".join(f"# {comment}\n" for comment in comments)
     return heading + yaml.safe_dump(_grouped(fields), sort_keys=False)
 
 
 def messages(out: Translation) -> list[str]:
-    """List the names that a translation leaves out and the meanings it changes, one line for each
-    reason.
-    """
+    """The names that a translation leaves out and the meanings it changes, a line a reason."""
     ignored = [f"no effect here: {', '.join(names)}: {why}" for why, names in out.ignored.items()]
-    return [*ignored, *out.notes, *filter(None, [out.differ]), *out.silent]
+    differ = [out.differ] if out.differ else []
+    return [*ignored, *out.notes, *differ, *out.silent]
 
 
 def headlines(recipe: str, out: Translation) -> list[str]:
-    """The messages to begin a run with, three at most: what matters most, and how many more there
-    are.
-    """
+    """Three messages to begin a run with: what matters most, and how many more there are."""
     weighty = tuple(f"{name}: " for name in table()["weighty"])
     minor = tuple(f"{name}: " for name in table()["minor"])
     first = [out.differ] if out.differ else []
@@ -489,50 +513,60 @@ def split_flags(arguments: Sequence[str]) -> list[Flag]:
     return flags
 
 
-def read_files(paths: Sequence[str]) -> dict[str, Any]:
+def files_of(flags: Sequence[Flag]) -> list[str]:
+    """The files that flags name."""
+    return [flag.values[0] for flag in flags if flag.name == "config" and flag.values]
+
+
+def read_files(paths: Sequence[str]) -> dict[str, object]:
     """The keys of all files, where later ones win.
 
     Raises:
         ValueError: naming the file, and the line, that can't be read.
     """
-    keys: dict[str, Any] = {}
+    keys: dict[str, object] = {}
     for path in paths:
         try:
-            keys |= {
-                str(name): value for name, value in _load(Path(path).read_text("utf-8")).items()
-            }
+            found = _load(Path(path).read_text("utf-8"))
         except yaml.MarkedYAMLError as error:
             line = f" line {error.problem_mark.line + 1}" if error.problem_mark else ""
             raise ValueError(f"config: {path}{line}: not YAML: {error.problem}") from error
-        except AttributeError as error:
-            raise ValueError(
-                f"config: {path}: wanted fields and their values, such as beta: 0.1"
-            ) from error
         except (OSError, ValueError, yaml.YAMLError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"config: {path}: {why}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"config: {path}: wanted fields and their values, such as beta: 0.1")
+        for name, value in found.items():
+            keys[str(name)] = value  # YAML's names may be numbers, or true
     return keys
 
 
 def _name(recipe: str, name: str) -> str:
     """TRL's name that a key or a flag means, or nothing."""
     name = name.replace("-", "_")
-    return next((each for each in (name, name.removeprefix("no_")) if each in entries(recipe)), "")
+    for candidate in (name, name.removeprefix("no_")):
+        if candidate in entries(recipe):
+            return candidate
+    return ""
 
 
 def _whole(recipe: str, own: Collection[str], flag: str) -> str:
-    """The only name that a flag may begin, as TRL's parser takes it; the flag itself if it is
-    whole, or ambiguous.
+    """The name that a flag begins, as TRL's parser takes it: ``--beta_`` for an only beta_1.
+
+    The flag itself if it is whole, or may begin several names.
     """
     plain = flag.replace("-", "_")
     if not plain or "." in flag or plain in {*own, *_OURS} or _name(recipe, flag):
         return flag
     begun = [name for name in {*own, *_OURS, *entries(recipe)} if name.startswith(plain)]
-    taken = len(begun) == 1 and entries(recipe).get(begun[0], ("refused",))[0] != "refused"
-    return begun[0] if taken else flag
+    if len(begun) != 1:
+        return flag
+    kind, _ = entries(recipe).get(begun[0], ("refused", None))
+    return flag if kind == "refused" else begun[0]
 
 
-def _value(name: str, values: Sequence[str]) -> Any:
+def _value(name: str, values: Sequence[str]) -> object:
+    """The value of a flag; a switch such as ``--no_cuda`` has none."""
     if not values:
         return not name.startswith("no_")
     if len(values) == 1:
@@ -541,20 +575,22 @@ def _value(name: str, values: Sequence[str]) -> Any:
     return [loaded(value.removesuffix(",")) for value in values]
 
 
-def loaded(text: str) -> Any:
+def loaded(text: str) -> object:
     """The value of a flag in YAML; a text that is not YAML, such as a template, as it is."""
     try:
-        return _load(text)
+        value: object = _load(text)
     except yaml.YAMLError:
         return text
+    return value
 
 
-def flattened(ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of groups by their names with a dot."""
-    flat: dict[str, Any] = {}
+def flattened(ours: Mapping[str, object]) -> Fields:
+    """The fields of groups by their names with a dot: {"lora": {"r": 8}} is {"lora.r": 8}."""
+    flat: Fields = {}
     for name, value in ours.items():
         if name in _GROUPS and isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": each for key, each in value.items()}
+            for key, each in value.items():
+                flat[f"{name}.{key}"] = each
         else:
             flat[name] = value
     return flat

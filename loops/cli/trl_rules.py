@@ -1,7 +1,8 @@
-"""Rules of TRL's names that together make a field, or several; `trl_names.yaml` says which names
-each of them reads.
+"""Rules of TRL's names that together make a field, or several.
 
-A rule returns our fields by their names; a group's fields have a dot in theirs.
+`trl_names.yaml` says which names each rule reads. A rule returns our fields by their names; a
+group's fields have a dot in theirs: {"loss": "dpo", "lora.r": 16}. Where a name has a value of
+another type than the rule expects, its TypeError or ValueError becomes the refusal.
 """
 
 import math
@@ -11,19 +12,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 from jsonargparse import get_loader
 
 from ..registry import nearest
 
-# other names of the fields of a part of the data; TRL's are ours
+Fields: TypeAlias = dict[str, object]  # of ours, by their names
+
+# A handbook's names of the fields of a part of the data; TRL's are ours.
 _HANDBOOK = {"id": "path", "config": "name"}
 
 
 @cache
 def table() -> dict[str, Any]:
+    """The table of TRL's names, in `trl_names.yaml`."""
     parsed: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("trl_names.yaml").read_text())
     return parsed
 
@@ -49,7 +53,7 @@ class Translation:
     known: Collection[str]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     elsewhere: Mapping[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
+    ours: Fields = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)
     ignored: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -59,10 +63,11 @@ class Translation:
     ranks: int | None = None
 
     def __getitem__(self, name: str) -> Any:
+        """The value of a name, or else TRL's default; a rule knows what type it expects."""
         value = self.given.get(name)
         return self.defaults.get(name) if value is None else value
 
-    def set(self, names: Sequence[str], fields: Mapping[str, Any]) -> None:
+    def set(self, names: Sequence[str], fields: Mapping[str, object]) -> None:
         """Set fields that were made of some names."""
         for key, value in fields.items():
             if key.partition(".")[0] not in self.known:
@@ -75,17 +80,15 @@ class Translation:
             self.ours[key] = value
             self.sources.setdefault(key, []).extend(names)
 
-    def refuse(self, name: str, why: str, *, instead: str = "") -> dict[str, Any]:
-        """Refuse a name, unless the field that could stand ``instead`` of it is set; returns no
-        fields.
-        """
+    def refuse(self, name: str, why: str, *, instead: str = "") -> Fields:
+        """Refuse a name, unless the field to give ``instead`` of it is set; returns no fields."""
         if instead.partition(".")[0] not in self.elsewhere:
             fix = f"; give {instead} instead" if instead else ""
             self.refused[name] = f"{name}: {why}{fix}"
         return {}
 
 
-def batch(trl: Translation) -> dict[str, Any]:
+def batch(trl: Translation) -> Fields:
     per_device = int(trl["per_device_train_batch_size"])
     accumulation = int(trl["gradient_accumulation_steps"])
     if min(per_device, accumulation) < 1:
@@ -107,11 +110,10 @@ def batch(trl: Translation) -> dict[str, Any]:
     if completions % trained:
         by_steps = "steps_per_generation" in trl.given
         name = "steps_per_generation" if by_steps else "generation_batch_size"
-        complaint = (
-            f"{completions} completions of a rollout are no multiple of the {trained} of a step"
-        )
+        rollout = f"{completions} completions of a rollout"
+        complaint = f"{rollout} are no multiple of the {trained} of a step"
         return trl.refuse(name, complaint, instead="minibatches")
-    fields = {"prompts_per_rollout": completions // group}
+    fields: Fields = {"prompts_per_rollout": completions // group}
     if trl["num_generations"]:
         fields["group_size"] = group
     if completions != trained:
@@ -120,9 +122,7 @@ def batch(trl: Translation) -> dict[str, Any]:
 
 
 def _ranks_with_own_data(trl: Translation) -> int:
-    """Number of ranks with rows of their own: ranks that share a layer's weights or a row count as
-    one.
-    """
+    """Number of ranks with rows of their own; ranks that share a layer or a row count as one."""
     processes = int(trl["num_processes"] or os.environ.get("WORLD_SIZE", 1))
     together = 1
     for name in ("tp_size", "cp_size"):
@@ -133,29 +133,28 @@ def _ranks_with_own_data(trl: Translation) -> int:
 
 
 def _note_micro_batched(trl: Translation, count: int) -> None:
-    """Note what TRL computes over each of ``count`` micro-batches of a step, and burnish over the
-    step.
-    """
+    """Note what TRL computes over each of ``count`` micro-batches, and burnish over the step."""
     micro_batched = table()["micro_batched"]
     for kind in micro_batched.keys() & {*as_list(trl["loss_type"]), *trl.known}:
         theirs = f"TRL's, over each of its {count} micro-batches"
         trl.notes.append(f"{kind}: {micro_batched[kind]} over the whole step; {theirs}")
 
 
-def duration(trl: Translation) -> dict[str, Any]:
+def duration(trl: Translation) -> Fields:
     if int(trl["max_steps"]) > 0:
         return {"steps": int(trl["max_steps"])}
     if trl["total_episodes"]:  # of PPO, completions of all rollouts
-        rollouts = math.ceil(int(trl["total_episodes"]) / batch(trl)["prompts_per_rollout"])
+        prompts = batch(trl)["prompts_per_rollout"]
+        assert isinstance(prompts, int)
+        rollouts = math.ceil(int(trl["total_episodes"]) / prompts)
         return {"steps": rollouts * int(trl["num_ppo_epochs"]) * int(trl["num_mini_batches"])}
     if not float(trl["num_train_epochs"]).is_integer():
-        return trl.refuse(
-            "num_train_epochs", f"{trl['num_train_epochs']} is a part of an epoch", instead="steps"
-        )
+        why = f"{trl['num_train_epochs']} is a part of an epoch"
+        return trl.refuse("num_train_epochs", why, instead="steps")
     return {"epochs": int(float(trl["num_train_epochs"]))}
 
 
-def warmup(trl: Translation) -> dict[str, Any]:
+def warmup(trl: Translation) -> Fields:
     steps = trl["warmup_steps"] or trl["warmup_ratio"]
     if steps and trl["lr_scheduler_type"] == "constant":
         trl.notes.append(
@@ -165,7 +164,7 @@ def warmup(trl: Translation) -> dict[str, Any]:
     return {"warmup": float(steps)} if steps else {}
 
 
-def precision(trl: Translation) -> dict[str, Any]:
+def precision(trl: Translation) -> Fields:
     loaded = _loaded_dtypes(trl)
     launched = str(trl.given.get("mixed_precision") or "no")
     asked = dict(loaded)
@@ -214,9 +213,7 @@ def _refuse_dtypes(trl: Translation, asked: Mapping[str, str]) -> None:
 
 
 def _computing_dtype(bf16: bool | None, loaded: Sequence[str]) -> str:
-    """bfloat16 by autocast, or else the dtype of the weights; TRL's bf16 is on unless it is
-    false.
-    """
+    """bfloat16 by autocast, unless it is false; or else the dtype of the weights."""
     if bf16:
         return "bfloat16"
     if loaded:
@@ -224,13 +221,13 @@ def _computing_dtype(bf16: bool | None, loaded: Sequence[str]) -> str:
     return "bfloat16" if bf16 is None else "float32"
 
 
-def optimizer(trl: Translation) -> dict[str, Any]:
+def optimizer(trl: Translation) -> Fields:
     optimizers = table()["optimizers"]
     name = str(trl["optim"])
     if name not in optimizers:
         return trl.refuse("optim", nearest("there is no", name, optimizers), instead="optimizer")
     kwargs = _optimizer_kwargs(trl, name)
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     if "optim" in trl.given:
         fields["optimizer"] = optimizers[name]
     if kwargs:
@@ -238,11 +235,9 @@ def optimizer(trl: Translation) -> dict[str, Any]:
     return fields
 
 
-def _optimizer_kwargs(trl: Translation, name: str) -> dict[str, Any]:
-    """``optim_args``, such as ``foreach=true, eps=1e-6``, and TRL's Adam parameters that are not
-    torch's defaults.
-    """
-    kwargs: dict[str, Any] = {}
+def _optimizer_kwargs(trl: Translation, name: str) -> Fields:
+    """``optim_args``, such as ``foreach=true, eps=1e-6``, and Adam's that differ from torch's."""
+    kwargs: Fields = {}
     for pair in str(trl["optim_args"] or "").replace(" ", "").split(","):
         if pair:
             key, _, value = pair.partition("=")
@@ -256,7 +251,7 @@ def _optimizer_kwargs(trl: Translation, name: str) -> dict[str, Any]:
     return kwargs
 
 
-def evaluation(trl: Translation) -> dict[str, Any]:
+def evaluation(trl: Translation) -> Fields:
     strategy = trl["eval_strategy"] or trl["evaluation_strategy"] or "no"
     if strategy == "no":
         return {}
@@ -270,7 +265,7 @@ def evaluation(trl: Translation) -> dict[str, Any]:
     return fields
 
 
-def saving(trl: Translation) -> dict[str, Any]:
+def saving(trl: Translation) -> Fields:
     strategy = trl["save_strategy"] or "no"
     if strategy in ("no", "best"):  # the best is kept by the rule of that name
         return {}
@@ -279,10 +274,8 @@ def saving(trl: Translation) -> dict[str, Any]:
     return _interval(trl, strategy, "save_steps", trl["save_steps"], "save_every")
 
 
-def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str) -> dict[str, Any]:
-    """The interval between two evaluations or checkpoints; below 1, it is a share of all steps in
-    both.
-    """
+def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str) -> Fields:
+    """The interval between evaluations or checkpoints; below 1, a share of all steps, as TRL's."""
     if strategy == "epoch":
         return {field: "epoch"}
     if strategy != "steps":
@@ -292,23 +285,21 @@ def _interval(trl: Translation, strategy: str, name: str, every: Any, field: str
     return {field: interval if interval < 1 else int(interval)}
 
 
-def best(trl: Translation) -> dict[str, Any]:
-    """The metric by which the best checkpoint is kept, and whether the run ends with its
-    weights.
-    """
+def best(trl: Translation) -> Fields:
+    """The metric by which a checkpoint is the best, and whether the run ends with its weights."""
     if not trl["load_best_model_at_end"] and trl["save_strategy"] != "best":
         return {}
     metric = re.sub("^eval[_/]", "", str(trl["metric_for_best_model"] or "loss"))
     greater = trl["greater_is_better"]
     if greater is None:
         greater = not metric.endswith("loss")  # as in transformers' Trainer
-    fields: dict[str, Any] = {"keep_best": f"max:eval/{metric}" if greater else f"eval/{metric}"}
+    fields: Fields = {"keep_best": f"max:eval/{metric}" if greater else f"eval/{metric}"}
     if trl["load_best_model_at_end"]:
         fields["load_best_model_at_end"] = True
     return fields
 
 
-def hub(trl: Translation) -> dict[str, Any]:
+def hub(trl: Translation) -> Fields:
     """The repository that the model is uploaded to. A token is refused: files and flags are read by
     others.
     """
@@ -331,7 +322,7 @@ def hub(trl: Translation) -> dict[str, Any]:
         trl.notes.append(
             "hub_strategy: the model of each checkpoint is uploaded; what a run resumes from stays in its directory"
         )
-    fields = {"hub.id": _repository(trl), "hub.every": every[strategy]}
+    fields: Fields = {"hub.id": _repository(trl), "hub.every": every[strategy]}
     revision = trl["hub_revision"] or trl["hub_model_revision"]
     if revision and revision != "main":
         fields["hub.revision"] = revision
@@ -348,7 +339,7 @@ def _repository(trl: Translation) -> str:
     return f"{organization}/{name}" if organization and "/" not in name else str(name)
 
 
-def supervised_loss(trl: Translation) -> dict[str, Any]:
+def supervised_loss(trl: Translation) -> Fields:
     kind = trl["loss_type"] or "nll"
     smoothing = float(trl["label_smoothing_factor"] or 0)
     if kind not in ("nll", "chunked_nll", "dft"):
@@ -360,7 +351,7 @@ def supervised_loss(trl: Translation) -> dict[str, Any]:
     return {}
 
 
-def pair_loss(trl: Translation) -> dict[str, Any]:
+def pair_loss(trl: Translation) -> Fields:
     kinds = as_list(trl["loss_type"])
     weights = as_list(trl["loss_weights"]) or [1.0] * len(kinds)
     of_means = [kind for kind in kinds if kind in table()["means"]]
@@ -369,7 +360,7 @@ def pair_loss(trl: Translation) -> dict[str, Any]:
         name, why, field = complaint
         return trl.refuse(name, why, instead=field)
 
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     if of_means:
         fields["logprob_reduction"] = "mean"
     regularizer = float(trl.given.get("rpo_alpha") or 0)  # RPO, of TRL up to 0.20
@@ -426,10 +417,8 @@ def _mix_of_pairs(
     return mix
 
 
-def alpha(trl: Translation) -> dict[str, Any]:
-    """TRL's coefficient is 1 - alpha; at 1 its alpha-divergence is the reverse KL, at 0 the forward
-    one.
-    """
+def alpha(trl: Translation) -> Fields:
+    """TRL's coefficient is 1 - alpha: 1 is the reverse KL, 0 the forward one."""
     coefficient = float(trl["f_alpha_divergence_coef"])
     if coefficient not in (0, 1):
         return {"divergence_alpha": 1 - coefficient}
@@ -438,7 +427,7 @@ def alpha(trl: Translation) -> dict[str, Any]:
     return {"divergence": "reverse_kl" if coefficient else "forward_kl"}
 
 
-def contrast(trl: Translation) -> dict[str, Any]:
+def contrast(trl: Translation) -> Fields:
     kind = trl["loss_type"] or "sigmoid"
     alpha = float(trl["alpha"] or 0)
     if kind == "alphapo":
@@ -451,10 +440,10 @@ def contrast(trl: Translation) -> dict[str, Any]:
     return {"loss": loss, "alpha": alpha} if alpha else {"loss": loss}
 
 
-def policy_loss(trl: Translation) -> dict[str, Any]:
+def policy_loss(trl: Translation) -> Fields:
     kind = trl["loss_type"]
     level = trl["importance_sampling_level"]
-    clips = clipping(trl)["loss_kwargs"]
+    clips = _clips(trl)
     losses = table()["policy_losses"]
     levels = table()["importance_sampling_levels"]
     if kind not in losses:
@@ -466,7 +455,7 @@ def policy_loss(trl: Translation) -> dict[str, Any]:
         bound = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
         return trl.refuse("loss_type", bound)
 
-    fields: dict[str, Any] = {}
+    fields: Fields = {}
     kwargs = _policy_kwargs(trl, kind, level, clips)
     if kwargs:
         fields["loss_kwargs"] = kwargs
@@ -503,14 +492,19 @@ def _policy_kwargs(
     return kwargs
 
 
-def clipping(trl: Translation) -> dict[str, Any]:
+def clipping(trl: Translation) -> Fields:
+    return {"loss_kwargs": _clips(trl)}
+
+
+def _clips(trl: Translation) -> dict[str, float]:
+    """The bounds of the ratio; TRL's higher one is the lower one unless it is given."""
     given = trl["cliprange"] if trl["epsilon"] is None else trl["epsilon"]
     low = 0.2 if given is None else float(given)
     high = low if trl["epsilon_high"] is None else float(trl["epsilon_high"])
-    return {"loss_kwargs": {"clip_low": low, "clip_high": high}}
+    return {"clip_low": low, "clip_high": high}
 
 
-def correction(trl: Translation) -> dict[str, Any]:
+def correction(trl: Translation) -> Fields:
     if not trl["use_vllm"] or trl["loss_type"] == "vespo":
         return {}
     if trl["vllm_importance_sampling_correction"] is False:
@@ -518,9 +512,8 @@ def correction(trl: Translation) -> dict[str, Any]:
     corrections = table()["corrections"]
     mode = trl["vllm_importance_sampling_mode"]
     if mode not in corrections:
-        return trl.refuse(
-            "vllm_importance_sampling_mode", nearest("there is no", mode, corrections)
-        )
+        complaint = nearest("there is no", mode, corrections)
+        return trl.refuse("vllm_importance_sampling_mode", complaint)
     high = trl["vllm_importance_sampling_cap"]  # the older name of clip_max
     if high is None:
         high = trl.given.get("vllm_importance_sampling_clip_max", 3.0)
@@ -530,7 +523,7 @@ def correction(trl: Translation) -> dict[str, Any]:
     return {"correction": corrections[mode], "correction_low": low, "correction_high": float(high)}
 
 
-def masks(trl: Translation) -> dict[str, Any]:
+def masks(trl: Translation) -> Fields:
     found: dict[str, dict[str, float]] = {}
     quantile = trl["top_entropy_quantile"]
     if quantile is not None and float(quantile) < 1:
@@ -541,48 +534,47 @@ def masks(trl: Translation) -> dict[str, Any]:
     return {"masks": found} if found else {}
 
 
-def rewards(trl: Translation) -> dict[str, Any]:
-    models = [trl[name] for name in ("reward_model_name_or_path", "reward_model_path") if trl[name]]
+def rewards(trl: Translation) -> Fields:
+    models = []  # of two versions of TRL
+    for name in ("reward_model_name_or_path", "reward_model_path"):
+        if trl[name]:
+            models.append(trl[name])
     names = [*models, *as_list(trl["reward_funcs"])]
     weights = as_list(trl["reward_weights"]) or [1.0] * len(names)
     if len(weights) != len(names):
-        return trl.refuse(
-            "reward_weights",
-            f"there are {len(weights)} for {len(names)} rewards",
-            instead="rewards",
-        )
-    shipped = table()["rewards"]
-    fields: dict[str, Any] = {}
+        counts = f"there are {len(weights)} for {len(names)} rewards"
+        return trl.refuse("reward_weights", counts, instead="rewards")
+    mix: Fields = {}
     for name, weight in zip(names, map(float, weights), strict=True):
-        if name in models:
-            entry = {"reward_model": {"model": name}}
-        elif name in shipped:
-            entry = shipped[name]
-        elif ":" in name:
-            entry = {name: {}}
-        elif "." in name:
-            module, _, function = name.rpartition(".")
-            entry = {f"{module}:{function}": {}}
-        else:
-            complaint = (
-                f"no reward {name!r}; there are {', '.join(sorted(shipped))}, or module:function"
-            )
+        entry = {"reward_model": {"model": name}} if name in models else _reward(name)
+        if entry is None:
+            there = ", ".join(sorted(table()["rewards"]))
+            complaint = f"no reward {name!r}; there are {there}, or module:function"
             return trl.refuse("reward_funcs", complaint, instead="rewards")
         for ours, settings in entry.items():  # of which there is one
-            fields[ours] = {**settings, "weight": weight} if settings else weight
-    return {"rewards": fields}
+            mix[ours] = {**settings, "weight": weight} if settings else weight
+    return {"rewards": mix}
 
 
-def divergence(trl: Translation) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+def _reward(name: str) -> dict[str, Fields] | None:
+    """Our reward for a name of TRL's, and its settings; None if there is none."""
+    shipped: Mapping[str, dict[str, Fields]] = table()["rewards"]
+    if name in shipped:
+        return shipped[name]
+    if ":" in name:
+        return {name: {}}
+    module, dot, function = name.rpartition(".")  # as TRL imports a function
+    return {f"{module}:{function}": {}} if dot else None
+
+
+def divergence(trl: Translation) -> Fields:
+    fields: Fields = {}
     if "temperature" in trl.given:
         temperature = float(trl["temperature"])
         fields["temperature"] = temperature
-        of_gkd = {
-            "lmbda",
-            "max_new_tokens",
-        } & trl.given.keys() and "max_completion_length" not in trl.given
-        if not of_gkd:  # whose temperature is of sampling only
+        names_of_gkd = not trl.given.keys().isdisjoint({"lmbda", "max_new_tokens"})
+        is_gkd = names_of_gkd and "max_completion_length" not in trl.given
+        if not is_gkd:  # whose temperature is of sampling only
             fields["teacher.temperature"] = temperature
     if "beta" in trl.given:
         beta = float(trl["beta"])
@@ -592,70 +584,80 @@ def divergence(trl: Translation) -> dict[str, Any]:
     return fields
 
 
-def prompts(trl: Translation) -> dict[str, Any]:
+def prompts(trl: Translation) -> Fields:
     limit = trl["max_prompt_length"]
     if limit is None:
         return {"max_prompt_length": None}
     return {"max_prompt_length": limit, "truncation": "keep_end"}
 
 
-def data(trl: Translation) -> dict[str, Any]:
-    names = ("datasets", "test_split_size")
-    mixture: Mapping[str, Any] = trl["dataset_mixture"] or {name: trl[name] for name in names}
-    held_out: Any = mixture.get("test_split_size")
-    if mixture.get("datasets"):
-        parts = [_part_of_mixture(part) for part in mixture["datasets"]]
-        if held_out and held_out >= 1:  # rows; below 1, a share of them
-            held_out = int(held_out)
-    elif trl["dataset_mixer"]:
-        mixed = _parts_of_mixer(trl)
-        parts = [part for part in mixed if "test" not in part["split"]]
-        held_out = [{**part, "weight": 1} for part in mixed if "test" in part["split"]]
-    elif trl["dataset_name"]:
-        name, config = trl["dataset_name"], trl["dataset_config"]
-        parts = [{"path": name, "name": config, "split": trl["dataset_train_split"]}]
-        held_out = None
-    else:
+def data(trl: Translation) -> Fields:
+    named, held_out = _parts_named(trl)
+    if named is None:
         return {}
-    parts = [_without_nulls({**part, **_reading(trl)}) for part in parts]
-    fields: dict[str, Any] = {"data": parts}
+    parts = [_without_nulls({**part, **_reading(trl)}) for part in named]
+    fields: Fields = {"data": parts}
     if len(parts) == 1:
-        fields["data"] = parts[0]["path"] if len(parts[0]) == 1 else parts[0]
+        fields["data"] = parts[0]
+        if parts[0].keys() == {"path"}:
+            fields["data"] = parts[0]["path"]
     if held_out and "data" not in trl.elsewhere:
         fields["eval_data"] = held_out
     return fields
 
 
-def _part_of_mixture(part: Mapping[str, Any]) -> dict[str, Any]:
+def _parts_named(trl: Translation) -> tuple[list[Fields] | None, object]:
+    """The parts to train on, or None; and what is held out: parts, a number of rows, or a share."""
+    mixture = trl["dataset_mixture"]
+    if not mixture:  # its keys may stand by themselves
+        mixture = {name: trl[name] for name in ("datasets", "test_split_size")}
+    if mixture.get("datasets"):
+        size = mixture.get("test_split_size")
+        if size and size >= 1:  # rows; below 1, a share of them
+            size = int(size)
+        return [_part_of_mixture(part) for part in mixture["datasets"]], size
+    if trl["dataset_mixer"]:
+        train: list[Fields] = []
+        held_out: list[Fields] = []
+        for part in _parts_of_mixer(trl):
+            if "test" in str(part["split"]):  # such as test_sft
+                held_out.append({**part, "weight": 1})
+            else:
+                train.append(part)
+        return train, held_out
+    if trl["dataset_name"]:
+        split = trl["dataset_train_split"]
+        part = {"path": trl["dataset_name"], "name": trl["dataset_config"], "split": split}
+        return [part], None
+    return None, None
+
+
+def _part_of_mixture(part: Mapping[str, object]) -> Fields:
     """A part of TRL's or of a handbook's mixture under our names."""
     return {_HANDBOOK.get(name, name): value for name, value in part.items()}
 
 
-def _parts_of_mixer(trl: Translation) -> list[dict[str, Any]]:
-    """The parts of a handbook's ``dataset_mixer``, its weights by paths: each split of each of
-    them.
-    """
+def _parts_of_mixer(trl: Translation) -> list[Fields]:
+    """Each split of each part of a handbook's ``dataset_mixer``, which has weights by paths."""
     mixer = trl["dataset_mixer"]
     configs = trl["dataset_configs"] or [None] * len(mixer)
-    parts = []
+    parts: list[Fields] = []
     for (path, weight), config in zip(mixer.items(), configs, strict=True):
         for split in trl["dataset_splits"] or ["train"]:
-            part = {"path": path, "split": split, "weight": weight}
+            part: Fields = {"path": path, "split": split, "weight": weight}
             if config:
                 part["name"] = config
             parts.append(part)
     return parts
 
 
-def _without_nulls(part: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(part: Mapping[str, object]) -> Fields:
     return {name: value for name, value in part.items() if value is not None}
 
 
-def _reading(trl: Translation) -> dict[str, Any]:
-    """The columns of the data under our names, as conversations where open-r1 makes them of a
-    column.
-    """
-    reading: dict[str, Any] = {}
+def _reading(trl: Translation) -> Fields:
+    """The columns of the data under our names, as conversations where open-r1 makes some."""
+    reading: Fields = {}
     columns = {trl["dataset_prompt_column"]: "prompt", trl["dataset_text_field"]: "text"}
     renamed = {theirs: ours for theirs, ours in columns.items() if theirs not in (None, ours)}
     if renamed:
@@ -665,7 +667,7 @@ def _reading(trl: Translation) -> dict[str, Any]:
     return reading
 
 
-def as_list(value: Any) -> list[Any]:
+def as_list(value: object) -> list[Any]:
     """A list as it is, nothing as an empty list, and anything else as a list of it."""
     if isinstance(value, list):
         return value
