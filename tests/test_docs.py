@@ -18,7 +18,7 @@ PAGES = sorted(path.relative_to(DOCS) for path in DOCS.rglob("*.md"))
 COLUMNS = 100
 PREFIXES = r"^\s*(?:\$ )?(?:torchrun [\w. -]*-m |torchrun [\w. -]*--no-python )?"
 EXAMINED = {"plan": "--gpus", "data": "--rows"}
-TOOLS = ("chat", "export", "merge")  # on what was trained
+TOOLS = ("chat", "export", "merge", "score")  # on what was trained
 REQUIRED = {"--model": "model", "--data": "data.jsonl", "--output": "runs/example"}
 
 

@@ -260,6 +260,10 @@ _COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
         ),
         "Check a run and predict its memory, without training: burnish plan dpo dpo.yaml --gpus 8x80GB.",
     ),
+    "score": (
+        partial(_tool, "score"),
+        "Write what a model says of completions as JSON Lines: burnish score runs/reward pairs.jsonl.",
+    ),
     "translate": (
         _translate,
         "Print a file or command of TRL as a file of burnish: burnish translate trl dpo --beta 0.2.",
