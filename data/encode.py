@@ -27,7 +27,7 @@ from .accounting import NOTES, Accounting, combine, summarize
 from .chat import Encoder
 from .columns import BadRow, Message, ParsedRow, read_number, read_row
 from .examples import EncodedExample, Example, Tokenization, TrainOn
-from .images import IMAGE_FEATURE, ImageReader, ImageRef, stamp_of
+from .images import IMAGE_FEATURE, ImageReader, ImageRef, is_same
 from .mixture import load_data
 from .records import Data, DataError, Records, is_text
 
@@ -451,12 +451,10 @@ def _images_changed(encoded: Dataset) -> bool:
         return False
     for table in encoded.select_columns(["images"]).with_format("arrow").iter(1000):
         images = table["images"].combine_chunks().flatten()
-        paths = images.field("path").to_pylist()
-        stamps = images.field("stamp").to_pylist()
-        if any(
-            stamp and stamp_of(path) != stamp for path, stamp in zip(paths, stamps, strict=True)
-        ):
-            return True
+        described = (images.field(name).to_pylist() for name in ("path", "stamp", "digest"))
+        for path, stamp, digest in zip(*described, strict=True):
+            if stamp and not is_same(path, stamp, digest):
+                return True
     return False
 
 

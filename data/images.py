@@ -47,7 +47,8 @@ class ImageRef(NamedTuple):
     Attributes:
         path: of a local file; "" for bytes that have no name.
         content: the bytes of the file; None to read them from ``path``.
-        stamp: size and time of the file when its row was encoded; "" for bytes.
+        digest: of the bytes, in hexadecimal digits, when the row was encoded.
+        stamp: size and time of the file then, which say at once that it is the same; "" for bytes.
         start: the index of its first image token in the prompt, or in the prompt and the completion
             that follows.
         length: tokens from the first to the last image token, row and column marks between them
@@ -56,15 +57,15 @@ class ImageRef(NamedTuple):
 
     path: str
     content: bytes | None = None
+    digest: str = ""
     stamp: str = ""
     start: int = 0
     length: int = 0
 
     @property
     def key(self) -> bytes:
-        """A digest of the picture: two references with one key are one picture."""
-        described = self.content or f"{self.path}\n{self.stamp}".encode()
-        return hashlib.blake2b(described, digest_size=16).digest()
+        """Two references with one key are one picture."""
+        return bytes.fromhex(self.digest or digest_of(self.content or b""))
 
     @property
     def name(self) -> str:
@@ -76,6 +77,7 @@ IMAGE_FEATURE = List(
     {
         "path": Value("string"),
         "content": Value("binary"),
+        "digest": Value("string"),
         "stamp": Value("string"),
         "start": Value("int32"),
         "length": Value("int32"),
@@ -137,12 +139,24 @@ def found(image: ImageRef, folder: str) -> ImageRef:
         ImageError: if there is no such file.
     """
     if image.content is not None:
-        return image
+        return image._replace(digest=digest_of(image.content))
     path = os.path.abspath(os.path.join(folder, image.path))
     stamp = stamp_of(path)
     if not stamp:
         raise ImageError(f"there is no image {path}; correct the path, or remove the row")
-    return image._replace(path=path, stamp=stamp)
+    return image._replace(path=path, digest=digest_of(Path(path).read_bytes()), stamp=stamp)
+
+
+def digest_of(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def is_same(path: str, stamp: str, digest: str) -> bool:
+    """True if a file holds what it held when its row was encoded."""
+    found_stamp = stamp_of(path)
+    if found_stamp == stamp:
+        return True
+    return bool(found_stamp) and digest_of(Path(path).read_bytes()) == digest
 
 
 def stamp_of(path: str) -> str:
@@ -166,7 +180,7 @@ def decoded(image: ImageRef) -> "Picture":
 
     content = image.content
     if content is None:
-        if stamp_of(image.path) != image.stamp:
+        if not is_same(image.path, image.stamp, image.digest):
             raise ImageError(
                 f"the image {image.path} was changed or removed since its row was encoded; start again"
             )

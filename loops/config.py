@@ -476,6 +476,10 @@ class Common(Settings):
     factor instead of 23. null leaves torch.set_float32_matmul_precision as it is; in bfloat16 few
     products are of float32 factors.
     """
+    train_vision: bool = True
+    """Train the parts of a vision-language model that see images, where the data have some; false
+    freezes them. Adapters are on the text parts, unless lora.target_modules names others.
+    """
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "torch", "reference"] = "auto"

@@ -11,8 +11,9 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ... import data
+from ...data.images import ImageReader, decoded
 from ..config import Common
-from ..models.io import load_tokenizer
+from ..models.io import find_images, load_tokenizer
 from ..recipes import encoder_of
 from ..redaction import hide, resolved_data
 from ..runs.context import tokenization
@@ -25,6 +26,9 @@ def show(recipe: str, config: Common, rows: int) -> None:
         DataError: as a run would.
     """
     tokenizer = load_tokenizer(config)
+    encoder: ImageReader | PreTrainedTokenizerBase = tokenizer
+    if recipe in ("sft", "dpo", "kto", "orpo", "cpo"):
+        encoder = find_images(config, tokenizer) or tokenizer
     encode = encoder_of(recipe, config)
     console = Console(highlight=False, soft_wrap=True)
     named = resolved_data(config.data)
@@ -32,7 +36,7 @@ def show(recipe: str, config: Common, rows: int) -> None:
     for parts in data.load_data(named, held_out, seed=config.seed):
         if not parts:
             continue
-        encoded, accounting = encode(parts, tokenizer, tokenization(config))
+        encoded, accounting = encode(parts, encoder, tokenization(config))
         start = 0
         for part in accounting.parts or [accounting]:
             for number in range(min(rows, part.examples)):
@@ -45,6 +49,13 @@ def show(recipe: str, config: Common, rows: int) -> None:
         console.print(hide(str(accounting)), markup=False)
 
 
+def _images(example: data.Example) -> Iterator[Text]:
+    """A line for each image: its name, its size and its tokens."""
+    for image in example.images:
+        width, height = decoded(image).size
+        yield Text(f"image {image.name}, {width} x {height}, {image.length:,} tokens", style="dim")
+
+
 def _texts(
     example: data.Example, tokenizer: PreTrainedTokenizerBase, *, color: bool
 ) -> Iterator[Text]:
@@ -54,6 +65,7 @@ def _texts(
     of_prompt = f"{tokens:,} tokens of a prompt"
     of_all = f"{tokens:,} tokens, {trained:,} of them trained"
     yield Text(of_all if example.completions else of_prompt, style="dim")
+    yield from _images(example)
     yield Text(str(tokenizer.decode(example.prompt)), style="dim")
     names = _names(len(example.completions))
     for name, ids, mask in zip(names, example.completions, example.trained, strict=True):

@@ -22,7 +22,7 @@ from accelerate.utils import set_seed
 from ..config import Common, Lora
 from ..models.backbone import Backbone
 from ..models.end_tokens import add_end_tokens, ends_of
-from ..models.io import load_model, load_tokenizer, write_model
+from ..models.io import find_images, load_model, load_tokenizer, write_model
 from ..recipes.ppo import open_critic, open_value_head, save_values
 from ..recipes.prm import keep_separator, load_prm
 from ..recipes.reward import load_reward, set_pad_token
@@ -115,6 +115,7 @@ def export(
     tokenizer = load_tokenizer(config)
     set_seed(config.seed)  # some adapters change the frozen weights at random
     policy = _untrained(config, tokenizer)
+    policy.reader = find_images(config, tokenizer)
     _load(path, policy, config, tokenizer)
     write_model(policy, tokenizer, target, target / "adapter")
     save_values(

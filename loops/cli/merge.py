@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..config import Lora
 from ..models.adapters import UNMERGED
 from ..models.backbone import Backbone
-from ..models.io import load_classifier, load_model, load_tokenizer, write_model
+from ..models.io import find_images, load_classifier, load_model, load_tokenizer, write_model
 from ..recipes.reward import set_pad_token
 from ..recipes.settings import SFT
 from ..registry import as_setting_error
@@ -89,6 +89,7 @@ def merge(adapter: Path, target: Path, *, base: str | None = None) -> None:
     _check_whole(adapter, base, weights, policy)
     if task in _CLASSIFIERS:
         set_pad_token(policy.plain, tokenizer)
+    policy.reader = find_images(config, tokenizer)
     write_model(policy, tokenizer, target)
 
 

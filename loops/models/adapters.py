@@ -114,7 +114,9 @@ def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
     fields["lora_dropout"] = fields.pop("dropout")
     fields["task_type"] = task
 
-    excluded = list(non_text_parts(model))
+    # Parts that see images get adapters only where they are named.
+    named = str(lora.target_modules)
+    excluded = [part for part in non_text_parts(model) if part not in named]
     if task != "CAUSAL_LM":  # the new head trains whole
         excluded = ["score", "classifier", *excluded]
     if lora.target_modules == "all-linear":

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
+from ...data.images import ImageReader
 from .columns import Columns
 from .images import ImageInputs, has_axes, takes_token_types
 from .patches import never_repack
@@ -32,11 +33,13 @@ class Backbone(nn.Module):
         same_rotary: see `rotate_by_sequence`.
         columns: those of rows that this rank computes, see `context_parallel`; None for all.
         images: reads the images of examples; None for a model that sees none.
+        reader: the processor that is saved with the model, if it has one; `open_run` sets it.
     """
 
     read: Literal["before", "at"] = "before"
     layout: Layout
     columns: Columns | None = None
+    reader: ImageReader | None = None
 
     def __init__(
         self,

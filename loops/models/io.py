@@ -22,6 +22,7 @@ from transformers.modeling_layers import (
 )
 
 from ...data import read_chat_template
+from ...data.images import ImageReader
 from ..config import Common
 from ..registry import as_setting_error, build
 from .activations import add_noise, checkpoint_activations, without_randomness
@@ -53,7 +54,7 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
         named = _name_of(named)
     tokenizer: transformers.PreTrainedTokenizerBase
     if not isinstance(named, str):
-        tokenizer = named
+        tokenizer = named.tokenizer if _reads_images(named) else named
         if config.chat_template is not None or config.eos_token is not None:
             tokenizer = copy.deepcopy(tokenizer)
     else:
@@ -65,6 +66,99 @@ def load_tokenizer(config: Common) -> transformers.PreTrainedTokenizerBase:
     if config.eos_token is not None:
         _set_eos_token(tokenizer, config.eos_token)
     return tokenizer
+
+
+class NoProcessorError(ValueError):
+    """The processor of a vision-language model can't be loaded: it has text alone."""
+
+
+def load_images(
+    config: Common, tokenizer: transformers.PreTrainedTokenizerBase
+) -> ImageReader | None:
+    """The processor of a vision-language model, with this tokenizer; None for a model of text.
+
+    Raises:
+        NoProcessorError: if there is none in the model's files, or it needs a package that is not
+            installed.
+    """
+    given: Any = config.tokenizer
+    if _reads_images(given):
+        return _reader_of(copy.copy(given), tokenizer)
+    model = config.model
+    if isinstance(model, nn.Module):
+        architecture: Any = getattr(model, "config", None)
+        name = getattr(architecture, "_name_or_path", "")
+    else:
+        architecture = _architecture(config)
+        name = model
+    if not name or not _is_vision_language(architecture):
+        return None
+    auto: Any = transformers.AutoProcessor
+    try:
+        processor = auto.from_pretrained(name, **_of_revision(config.model_revision))
+    except ImportError as error:
+        package = re.search(r"requires the (\w+) library|Package `(\w+)`", str(error))
+        wanted = "a package"
+        if package is not None:
+            wanted = next(filter(None, package.groups())).lower()
+        raise NoProcessorError(
+            f"model: the processor of {name} needs {wanted} to read images; pip install {wanted}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise NoProcessorError(f"model: {name} has no processor to read images: {error}") from error
+    if not _reads_images(processor):  # without the files of one, transformers gives the tokenizer
+        raise NoProcessorError(f"model: {name} has no processor to read images; copy its files")
+    return _reader_of(processor, tokenizer)
+
+
+def find_images(
+    config: Common, tokenizer: transformers.PreTrainedTokenizerBase
+) -> ImageReader | None:
+    """`load_images`; where the processor can't be loaded, a warning says so, and there is none."""
+    try:
+        return load_images(config, tokenizer)
+    except NoProcessorError as error:
+        log.warning("%s", error)
+        return None
+
+
+def _reader_of(processor: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> ImageReader:
+    """A reader of images whose processor has, and is saved with, this tokenizer and its template.
+
+    Older processors keep the chat template in a file of their own.
+    """
+    template = getattr(processor, "chat_template", None)
+    if tokenizer.chat_template is None and template is not None:
+        tokenizer.chat_template = template
+    processor.tokenizer = tokenizer
+    processor.chat_template = tokenizer.chat_template
+    return ImageReader(processor)
+
+
+def _reads_images(processor: object) -> bool:
+    return hasattr(processor, "image_processor")
+
+
+def _is_vision_language(architecture: Any) -> bool:
+    """True if `transformers` has a class for this configuration that sees images and writes text,
+    and its files are of that class.
+    """
+    kind = type(architecture)
+    seeing: Any = transformers.AutoModelForImageTextToText._model_mapping
+    if kind not in seeing:
+        return False
+    writing: Any = transformers.AutoModelForCausalLM._model_mapping
+    named = list(getattr(architecture, "architectures", None) or [])
+    return kind not in writing or named == [seeing[kind].__name__]
+
+
+def language_model_class(architecture: Any) -> Any:
+    """The class of `transformers` that loads a language model with this configuration, and its
+    vision tower if it has one.
+    """
+    if _is_vision_language(architecture):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def _name_of(model: nn.Module) -> str:
@@ -146,8 +240,10 @@ def load_classifier(
 
 def load_model(
     config: Common,
-    auto: object = transformers.AutoModelForCausalLM,
+    auto: object = None,
     task: str = "CAUSAL_LM",
+    *,
+    images: bool = False,
     **options: object,
 ) -> nn.Module:
     """A model to train, in the configured precision, without randomness; quantized and with
@@ -158,8 +254,10 @@ def load_model(
 
     Args:
         auto: the class of `transformers`, or one assembled from its parts, that loads a model by
-            its name.
+            its name; without it, the one that `language_model_class` finds.
         task: the kind of model, as peft calls it.
+        images: whether the model will see images: if so, and ``config.train_vision`` says so, the
+            parts that text does not reach are trained, too.
         options: passed on to ``from_pretrained``.
 
     Raises:
@@ -188,6 +286,7 @@ def load_model(
     if isinstance(model, nn.Module):
         _prepare_loaded(config, model, quantized=quantized)
     else:
+        auto = auto or language_model_class(architecture)
         model = _read_from_files(config, auto, task, options)
     without_randomness(model)
     if config.dtype == "float64":
@@ -203,7 +302,8 @@ def load_model(
         model = add_adapters(model, config, task)
         if config.weights_dtype == "float32":
             _train_in_float32(model)
-    freeze_unread(model)
+    if not (images and config.train_vision):
+        freeze_unread(model)
     model.train()
     return model  # type: ignore[no-any-return]
 
@@ -455,8 +555,8 @@ def write_model(
     *,
     write: bool = True,
 ) -> None:
-    """Write weights (adapters merged) and tokenizer, as transformers and vLLM load them; adapters
-    also on their own.
+    """Write weights (adapters merged), tokenizer and processor, as transformers and vLLM load them;
+    adapters also on their own.
 
     Weights are rounded to the dtype in which `load_model` found them, however they were trained: a
     bfloat16 model stays one, of the same size, and ``weights_dtype: bfloat16`` makes one. After a
@@ -482,6 +582,8 @@ def write_model(
         # An earlier model goes first, and weights come last: what is left half-way can't be loaded.
         for old in target.glob("*.safetensors*"):
             old.unlink()
+        if policy.reader is not None:
+            policy.reader.processor.save_pretrained(target)
         _save_tokenizer(tokenizer, target)
         _assembled(policy.plain, weights).save_pretrained(target, max_shard_size=_FILE)
 

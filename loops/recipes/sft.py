@@ -16,7 +16,7 @@ def open_sft(config: SFT) -> Training:
         **parse_losses(config.loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[config.weighting]),
         **ENTROPY,
     }
-    context = open_run(config, encoder(config))
+    context = open_run(config, encoder(config), images=True)
     read = policy_tensors(outputs=outputs_for(losses))
     return context.train(losses, read, columns=columns_of(losses))
 

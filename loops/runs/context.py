@@ -30,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data import (
     Accounting,
     Batches,
+    DataError,
     Records,
     Stream,
     StreamBatches,
@@ -38,10 +39,13 @@ from ...data import (
     token_cost,
     where,
 )
+from ...data.columns import IMAGE_COLUMNS
+from ...data.images import ImageReader
 from ..config import Common
 from ..models.backbone import Backbone, evaluating
 from ..models.end_tokens import add_end_tokens
-from ..models.io import load_model, load_tokenizer
+from ..models.images import ImageInputs
+from ..models.io import NoProcessorError, load_images, load_model, load_tokenizer
 from ..models.policy import Policy
 from ..redaction import hide, resolved_data
 from ..registry import nearest
@@ -66,7 +70,7 @@ log = logging.getLogger(__name__)
 
 _NAMED = 4  # rows in a message
 # Columns of encoded examples that no user named, so that no loss can read them.
-_ENCODED = {"prompt", "completions", "trained", "row", "_row"}
+_ENCODED = {"prompt", "completions", "trained", "images", "row", "_row"}
 
 
 @dataclass
@@ -335,6 +339,7 @@ def open_run(
     records: tuple[list[Records], list[Records]] | None = None,
     load_weights: Callable[[Common], nn.Module] | None = None,
     accelerator: Accelerator | None = None,
+    images: bool = False,
     **options: object,
 ) -> RunContext[Any]:
     """Open the run directory, encode the data, and load the model.
@@ -346,10 +351,11 @@ def open_run(
         records: training and held-out records, as `load_data` returns them.
         load_weights: loads the model; a causal language model by default.
         accelerator: the one of a run that is already open.
+        images: whether the recipe trains vision-language models on rows with images.
 
     Raises:
         ValueError: as `open_accelerator` does, or if the data are streamed and no number of steps
-            is configured.
+            is configured; or if there are images that this run can't train on.
     """
     accelerator = accelerator or open_accelerator(config)
     # Now: of a model that is an object it has a digest of the weights, which training changes.
@@ -357,11 +363,13 @@ def open_run(
     # An absolute path: a reward may change the working directory.
     config = replace(config, output=config.output and os.path.abspath(config.output))
     tokenizer = load_tokenizer(config)
+    reader, no_images = _open_images(config, tokenizer, carried=images)
+    encoder = tokenizer if reader is None or no_images else reader
 
     # The main process first: what it tokenizes, the others find in the cache on the disk.
     def encoded(parts: list[Records]) -> tuple[Dataset, Accounting]:
         data, accounting = main_first(
-            accelerator, lambda: encode(parts, tokenizer, tokenization(config), **options)
+            accelerator, lambda: encode(parts, encoder, tokenization(config), **options)
         )
         accelerator.print(hide(str(accounting)))
         return data, accounting
@@ -369,7 +377,7 @@ def open_run(
     stream = None
     if config.streaming:
         by_step = replace(tokenization(config), cached=False)
-        encode_rows = partial(encode, tokenizer=tokenizer, options=by_step, **options)
+        encode_rows = partial(encode, tokenizer=encoder, options=by_step, **options)
         settings: Any = config  # of an offline recipe, which has a batch size
         stream = Stream(
             resolved_data(config.data),
@@ -387,6 +395,8 @@ def open_run(
             streaming=config.streaming,
         )
         records = main_first(accelerator, read)
+    if no_images:
+        _refuse_images([*records[0], *records[1]], no_images)
     if stream is None:
         data, accounting = encoded(records[0])
     else:
@@ -395,7 +405,12 @@ def open_run(
     eval_accounting: Accounting | None = None
     if records[1]:
         eval_data, eval_accounting = encoded(records[1])
-    load = load_weights or load_model
+    seen = accounting.images + (eval_accounting.images if eval_accounting else 0)
+    # Of a stream, nobody knows whether later rows have images.
+    sees = encoder is reader and (seen > 0 or stream is not None)
+    if sees:
+        _check_images(config)
+    load = load_weights or partial(load_model, images=sees)
     model = load(config)
     mesh = open_mesh(config, accelerator)
     check_tokens(model, tokenizer, data, eval_data)
@@ -404,11 +419,14 @@ def open_run(
     if not quantized and mesh is None:
         model = model.to(accelerator.device)
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
+    if sees and reader is not None:
+        make = partial(make, images=ImageInputs(reader))
     if mesh is None:
         wrapped = make(model)
     else:
         param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         wrapped = make(model, mesh=mesh, param_dtype=param_dtype)
+    wrapped.reader = reader
     run = RunContext(
         config,
         accelerator,
@@ -426,6 +444,46 @@ def open_run(
     run.eval_accounting = eval_accounting
     run.end_with({*chosen, *accounting.end_tokens})
     return run
+
+
+def _open_images(
+    config: Common, tokenizer: PreTrainedTokenizerBase, *, carried: bool
+) -> tuple[ImageReader | None, str]:
+    """The processor of a vision-language model, and why rows with images can't be trained on; "" if
+    they can, or if the model is one of text, for which the encoder says so.
+    """
+    try:
+        reader = load_images(config, tokenizer)
+    except NoProcessorError as error:
+        return None, str(error)
+    if reader is not None and not carried:
+        return reader, (
+            "this recipe trains on text alone so far; sft, dpo, kto, orpo and cpo take images"
+        )
+    return reader, ""
+
+
+def _refuse_images(records: Sequence[Records], why: str) -> None:
+    """Raise DataError if rows have a column of images."""
+    for part in records:
+        for name in IMAGE_COLUMNS:
+            if name in (part.dataset.column_names or ()):
+                raise DataError(f"{part.source}: column '{name}': {why}; or remove the column")
+
+
+def _check_images(config: Common) -> None:
+    """Raise ValueError for settings that no run with images was tried with."""
+    refused = {
+        "parallel.cp_size": config.parallel.cp_size > 1,
+        "parallel.tp_size": config.parallel.tp_size > 1,
+        "neftune_noise_alpha": config.neftune_noise_alpha > 0,
+        "quantize": config.quantize is not None,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            raise ValueError(
+                f"{name}: not with images so far; leave it out, or train on text alone"
+            )
 
 
 def tokenization(config: Common) -> Tokenization:

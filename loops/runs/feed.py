@@ -10,6 +10,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
@@ -18,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...data import Batches, Example, Stream, StreamBatches, example
+from ...data.encode import images_of_row
 from ..batch import Batch, collate
 from .ranks import from_main, gather_to_main, on_main, tensors_from_main
 from .storage import sync
@@ -150,7 +154,8 @@ class Feed(StepFeed):
             columns[name] = torch.tensor(list(_numbers(rows[name])))
         for name, tensors in self.per_token.items():
             columns[name] = torch.cat([tensors[i] for i in indices])
-        examples = map(Example, rows["prompt"], rows["completions"], rows["trained"])
+        images = map(images_of_row, rows.get("images") or [()] * len(indices))
+        examples = map(Example, rows["prompt"], rows["completions"], rows["trained"], images)
         return collate([self.mark(example) for example in examples], columns, self.device)
 
     def example(self, index: int) -> Example:
@@ -184,13 +189,30 @@ def _numbers(column: Sequence[float | list[float]]) -> Iterator[float]:
             yield entry
 
 
+def _without_places(table: pa.Table) -> pa.Table:
+    """A table of examples without where the files of their images are: on another machine they may
+    be elsewhere.
+    """
+    kept = ["digest", "start", "length"]
+    # Records may have a column of this name, too, as the user made it.
+    if "images" not in table.column_names or "trained" not in table.column_names:
+        return table
+    images = table["images"].combine_chunks()
+    fields = [images.flatten().field(name) for name in kept]
+    # offsets from 0: a slice of a longer column keeps its own
+    lengths = pc.list_value_length(images).to_numpy()
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    lists = pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(fields, kept))
+    return table.set_column(table.column_names.index("images"), "images", lists)
+
+
 def digest(data: Dataset) -> str:
     """SHA-256 of encoded examples and their columns, in their order."""
     sha256 = hashlib.sha256()
     # which row of a file an example came from may change, and its content not
     columns = [name for name in data.column_names if name != "_row"]
     for rows in data.select_columns(columns).with_format("arrow").iter(1000):
-        for batch in rows.combine_chunks().to_batches():
+        for batch in _without_places(rows).combine_chunks().to_batches():
             sha256.update(batch.serialize())
     return sha256.hexdigest()
 

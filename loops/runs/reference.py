@@ -15,11 +15,12 @@ from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dic
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ...data import check_same_vocabulary
+from ...data import DataError, check_same_vocabulary
+from ...data.images import ImageReader
 from ..batch import Batch
 from ..config import Common, Lora
 from ..models.backbone import evaluating
-from ..models.io import load_model, load_tokenizer
+from ..models.io import load_images, load_model, load_tokenizer
 from ..models.policy import Policy
 
 Reference = Callable[[Batch], Tensor]
@@ -29,7 +30,8 @@ def frozen_policy_like(policy: Policy, model: nn.Module, config: Common) -> Poli
     """Wrap another model as a frozen `Policy` on the policy's device, sharded as the policy is."""
     model = model.requires_grad_(False)
     model = model if policy.mesh else model.to(policy.device)
-    return Policy(model, **config.kernel, mesh=policy.mesh, param_dtype=policy.param_dtype).eval()
+    sharding: dict[str, Any] = {"mesh": policy.mesh, "param_dtype": policy.param_dtype}
+    return Policy(model, **config.kernel, **sharding, images=policy.images).eval()
 
 
 def load_reference(config: Any, tokenizer: PreTrainedTokenizerBase, policy: Policy) -> Policy:
@@ -50,8 +52,21 @@ def load_reference(config: Any, tokenizer: PreTrainedTokenizerBase, policy: Poli
         quantize_kwargs={},
         neftune_noise_alpha=0.0,
     )
-    check_same_vocabulary(tokenizer, load_tokenizer(settings))
+    other = load_tokenizer(settings)
+    check_same_vocabulary(tokenizer, other)
+    if policy.images is not None:
+        check_same_processor(policy.images.reader, load_images(settings, other))
     return frozen_policy_like(policy, load_model(settings), settings)
+
+
+def check_same_processor(policy: ImageReader, other: ImageReader | None) -> None:
+    """Raise DataError unless the reference makes of images what the policy does."""
+    if other is None:
+        raise DataError("ref_model: it sees no images, and the data have some; give one that does")
+    if other.processor.image_processor.to_dict() != policy.processor.image_processor.to_dict():
+        raise DataError(
+            "ref_model: its processor makes other pixels of an image; give one with the policy's processor"
+        )
 
 
 def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float) -> Reference:

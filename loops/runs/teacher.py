@@ -51,6 +51,8 @@ def open_teacher(
     """
     if not needed:
         return None, lambda data: {}
+    if context.model.images is not None:
+        raise ValueError("teacher: it sees no images so far; train on text alone, or without it")
     beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(config.divergence, config.beta)
     temperature, policy, accelerator = config.temperature, context.model, context.accelerator
     if model is None and config.model is not None:

@@ -1,0 +1,195 @@
+"""Recipes that train vision-language models on rows with images."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+import vision
+from burnish.data import DataError
+from burnish.loops.config import Lora
+from burnish.loops.recipes import opener, settings
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+USER = {"role": "user", "content": "what color?"}
+RECIPES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "cpo": "CPO"}
+
+
+def says(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def write_rows(folder, kind, *, images=True):
+    """Five rows: one image, two of unlike sizes, none, and one again, twice."""
+    sizes = [[(60, 30)], [(30, 60), (60, 30)], [], [(32, 32)], [(20, 40)]]
+    rows = []
+    for number, shown in enumerate(sizes):
+        names = []
+        for place, size in enumerate(shown if images else []):
+            names.append(f"{number}-{place}.png")
+            vision.picture(*size, color=["red", "blue"][number % 2]).save(folder / names[-1])
+        row = {"prompt": [USER]} | ({"images": names} if images else {})
+        if kind == "sft":
+            row["completion"] = says(f"it is {number}")
+        elif kind == "kto":
+            row |= {"completion": says(f"it is {number}"), "label": number % 2 == 0}
+        else:
+            row |= {"chosen": says(f"yes {number}"), "rejected": says("no")}
+        rows.append(row)
+    path = folder / f"{kind}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def world(tmp_path):
+    def world(family="idefics3", kind="sft", **given):
+        model = tmp_path / family
+        if not model.exists():
+            vision.save(model, family)
+        data = write_rows(tmp_path, kind)
+        plain = {
+            "model": str(model),
+            "data": str(data),
+            "steps": 3,
+            "batch_size": 5,
+            "learning_rate": 1e-3,
+            "dtype": "float64",
+            "report_to": "none",
+            "output": str(tmp_path / "run"),
+        }
+        return getattr(settings, RECIPES[kind])(**{**plain, **given})
+
+    return world
+
+
+def losses(config):
+    training = opener(type(config).__name__.lower())(config)
+    return [step.metrics["loss"] for step in training]
+
+
+@pytest.mark.parametrize("kind", list(RECIPES))
+def test_every_split_of_a_step_gives_the_same_losses(kind, world, tmp_path):
+    whole = losses(world(kind=kind, output=str(tmp_path / "a"), micro_tokens=None))
+    split = losses(world(kind=kind, output=str(tmp_path / "b"), micro_tokens=60))
+    padded = losses(world(kind=kind, output=str(tmp_path / "c"), layout="padded"))
+    for other in (split, padded):
+        torch.testing.assert_close(whole[0], other[0], rtol=0, atol=1e-9)
+        # AdamW makes more of the rounding of gradients: norms of Llama are float32
+        torch.testing.assert_close(whole, other, rtol=1e-6, atol=0)
+    assert whole[2] != whole[0]
+
+
+def test_the_saved_model_and_its_processor_load_in_transformers(world, tmp_path):
+    losses(world())
+    saved = tmp_path / "run" / "model"
+    model = AutoModelForImageTextToText.from_pretrained(saved)
+    processor = AutoProcessor.from_pretrained(saved)
+    assert type(processor).__name__ == "Idefics3Processor"
+    assert processor.chat_template == vision.template()
+    image = vision.picture()
+    shown = processor(text=["<image>what?"], images=[[image]], return_tensors="pt")
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "idefics3")
+    with torch.no_grad():
+        assert not torch.equal(model(**shown).logits, before(**shown).logits)
+    tower = "model.vision_model.embeddings.patch_embedding.weight"
+    assert not torch.equal(model.state_dict()[tower], before.state_dict()[tower])
+
+
+@pytest.mark.parametrize("given", [{"train_vision": False}, {"lora": Lora(r=4)}])
+def test_a_frozen_tower_stays_as_it_is(given, world, tmp_path):
+    first, *_, last = losses(world(**given))
+    assert last != first
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model")
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "idefics3")
+    changed = {
+        name
+        for name, weight in model.state_dict().items()
+        if not torch.equal(weight, before.state_dict()[name])
+    }
+    assert changed and not any("vision" in name or "connector" in name for name in changed)
+
+
+def test_the_tower_gets_adapters_where_it_is_named(world, tmp_path):
+    targets = [r"vision_model.encoder.layers.0.self_attn.q_proj"]
+    losses(world(lora=Lora(r=4, target_modules=targets)))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "run" / "model")
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "idefics3")
+    changed = [
+        name
+        for name, weight in model.state_dict().items()
+        if not torch.equal(weight, before.state_dict()[name])
+    ]
+    assert changed == ["model.vision_model.encoder.layers.0.self_attn.q_proj.weight"]
+
+
+def test_a_resumed_run_has_the_bytes_of_one_that_went_on(world, tmp_path):
+    def digest(run):
+        return hashlib.sha256(
+            (tmp_path / run / "model" / "model.safetensors").read_bytes()
+        ).digest()
+
+    losses(world(kind="dpo", output=str(tmp_path / "whole")))
+    losses(world(kind="dpo", output=str(tmp_path / "parts"), steps=2, schedule="constant"))
+    losses(world(kind="dpo", output=str(tmp_path / "other"), schedule="constant"))
+    resumed = world(kind="dpo", output=str(tmp_path / "parts"), schedule="constant", resume=True)
+    losses(resumed)
+    assert digest("parts") == digest("other")
+
+
+def test_rows_of_text_train_a_vision_language_model(world, tmp_path):
+    (tmp_path / "text").mkdir()
+    data = write_rows(tmp_path / "text", "sft", images=False)
+    first, *_, last = losses(world(data=str(data)))
+    assert last < first
+    saved = tmp_path / "run" / "model"
+    assert type(AutoProcessor.from_pretrained(saved)).__name__ == "Idefics3Processor"
+    model = AutoModelForImageTextToText.from_pretrained(saved)
+    before = AutoModelForImageTextToText.from_pretrained(tmp_path / "idefics3")
+    tower = "model.vision_model.embeddings.patch_embedding.weight"
+    assert torch.equal(model.state_dict()[tower], before.state_dict()[tower])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"neftune_noise_alpha": 5.0}],
+)
+def test_settings_that_were_not_tried_with_images_are_refused(given, world):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}: not with images so far"):
+        losses(world(**given))
+
+
+def test_a_recipe_that_reads_text_alone_refuses_images_by_name(world, tmp_path):
+    config = world(kind="dpo")
+    reward = settings.Reward(model=config.model, data=config.data, steps=1, output=config.output)
+    with pytest.raises(DataError, match="column 'images': this recipe trains on text alone so far"):
+        losses(reward)
+
+
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_recomputed_activations_change_no_loss(checkpointing, world, tmp_path):
+    plain = losses(world(output=str(tmp_path / "a")))
+    recomputed = losses(world(output=str(tmp_path / "b"), gradient_checkpointing=checkpointing))
+    torch.testing.assert_close(plain, recomputed, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.skipif(vision.HAS_TORCHVISION, reason="torchvision is installed")
+def test_a_processor_without_its_package_is_named(world, tmp_path):
+    config = world()
+    (tmp_path / "idefics3" / "processor_config.json").unlink()
+    kinds = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
+    (tmp_path / "idefics3" / "preprocessor_config.json").write_text(json.dumps(kinds))
+    with pytest.raises(
+        DataError,
+        match=r"column 'images': .* needs torchvision to read images; pip install torchvision",
+    ):
+        losses(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", list(vision.FAMILIES))
+def test_every_family_trains_from_its_files(family, world):
+    if family not in vision.WITHOUT_TORCHVISION and not vision.HAS_TORCHVISION:
+        pytest.skip("its processor needs torchvision, which is not installed")
+    first, *_, last = losses(world(family, kind="dpo", dtype="float32"))
+    assert last < first
