@@ -12,13 +12,13 @@ from ..rewards.scoring import call
 from ..rollouts.sample import Row, Sample
 from .multi_turn import Step
 
+RewardOfRow = Callable[[Row, Sample], float | Awaitable[float | None] | None]
+
 
 class SingleTurn:
     """An environment of a reward function ``(row, sample)``, such as ``ReasoningGym()``."""
 
-    def __init__(
-        self, reward: Callable[[Row, Sample], float | Awaitable[float | None] | None]
-    ) -> None:
+    def __init__(self, reward: RewardOfRow) -> None:
         self.reward = reward
         self.row: Row = {}
 
@@ -63,8 +63,10 @@ class GuessNumber:
         self.low = self.high = self.secret = self.used = 0
 
     def reset(self, row: Row) -> Any:
-        # text in a CSV
-        self.low, self.high, self.secret = (int(row[name]) for name in ("low", "high", "secret"))
+        # int: in a CSV they are texts
+        self.low = int(row["low"])
+        self.high = int(row["high"])
+        self.secret = int(row["secret"])
         self.used = 0
         return row["prompt"]
 
@@ -72,7 +74,9 @@ class GuessNumber:
         self.used += 1
         best = optimal_guesses(self.high - self.low + 1)
         numbers = re.findall(r"-?[0-9]+", completion.text)
-        guess = int(numbers[-1]) if numbers and len(numbers[-1]) < 20 else None
+        guess = None
+        if numbers and len(numbers[-1]) < 20:  # longer ones take long to read
+            guess = int(numbers[-1])
         if guess == self.secret:
             return Step("correct", done=True, reward=min(1.0, best / self.used), counts={"won": 1})
         if self.used >= self.guesses * best:

@@ -433,11 +433,8 @@ def refuse_failing(source: object, samples: Sequence[Sample]) -> None:
     the first rollout.
     """
     failures = getattr(source, "failures", {})
-    if (
-        failures
-        and samples
-        and all(sample.info.get("environment_reward") == "aborted" for sample in samples)
-    ):
+    outcomes = [sample.info.get("environment_reward") for sample in samples]
+    if failures and outcomes and all(outcome == "aborted" for outcome in outcomes):
         raise ValueError(
             f"environment: it failed in all {len(samples)} conversations of the first rollout, so nothing can be "
             "learned; fix it, or see that what it needs is there. The first failure of each kind:\n"

@@ -34,6 +34,9 @@ from ..rollouts.event_loops import off_loop
 from ..rollouts.sample import Sample, plain
 
 GIB = 1 << 30
+# What comes back from a process: {"error": null, "value": ..., "infos": [...]}, or a traceback as
+# error; infos are those of the samples among the arguments.
+Answer = dict[str, Any]
 _LARGEST_ANSWER = 64 << 20  # bytes of JSON
 _LARGEST_FILE = GIB  # bytes of each file that it writes
 # Variables that programs and libraries need, and those that look like secrets among them.
@@ -103,7 +106,9 @@ class isolated:
         self.over = getattr(function, "over", "sample")
         self.columns = getattr(function, "columns", ())
         self.concurrency = processes
-        self._memory, self._processor_seconds, self._jail = memory, processor_seconds, jail
+        self._memory = memory
+        self._processor_seconds = processor_seconds
+        self._jail = jail
         self._environment = tuple(environment)
         self._idle: list[tuple[subprocess.Popen[bytes], Connection]] = []
 
@@ -156,10 +161,13 @@ class isolated:
     def _start(self) -> "tuple[subprocess.Popen[bytes], Connection]":
         connection, far_end = Pipe()
         serving = f"serve({far_end.fileno()}, {self._memory!r}, {self._processor_seconds!r})"
+        # -P: without the working directory first on the path, where any file could be named json.py
         command = [sys.executable, "-P", "-c", f"from {__name__} import serve; {serving}"]
+        if self._jail:
+            command = [*_walls(), *command]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = subprocess.Popen(
-            [*_walls(), *command] if self._jail else command,
+            command,
             pass_fds=[far_end.fileno()],
             stdin=subprocess.DEVNULL,
             env={**clean_environment(os.environ, self._environment), "PYTHONPATH": path},
@@ -186,11 +194,10 @@ def clean_environment(variables: Mapping[str, str], names: Sequence[str] = ()) -
     """The variables that programs need, without those that may be secrets, and those of these
     names.
     """
-    passed_on = {
-        name: value
-        for name, value in variables.items()
-        if _PASSED_ON.match(name) and not _SECRET.search(name)
-    }
+    passed_on = {}
+    for name, value in variables.items():
+        if _PASSED_ON.match(name) and not _SECRET.search(name):
+            passed_on[name] = value
     chosen = {name: variables[name] for name in names if name in variables}
     return passed_on | chosen
 
@@ -201,23 +208,12 @@ def _walls() -> list[str]:
     The file system is there to be read. In place of home directories and ``/tmp`` are empty ones,
     which hold only what Python imports.
     """
-    home = str(Path.home())
-    hidden = [
-        path for path in dict.fromkeys(("/tmp", "/home", "/root", home)) if Path(path).is_dir()
-    ]
+    private = dict.fromkeys(("/tmp", "/home", "/root", str(Path.home())))
+    hidden = [path for path in private if Path(path).is_dir()]
     needed = [sys.prefix, sys.base_prefix, os.getcwd(), *sys.path]
-    command = [
-        "bwrap",
-        "--unshare-all",
-        "--die-with-parent",
-        "--ro-bind",
-        "/",
-        "/",
-        "--dev",
-        "/dev",
-        "--proc",
-        "/proc",
-    ]
+    # --unshare-all: no network, and no processes but its own. What is bound later lies on top.
+    command = ["bwrap", "--unshare-all", "--die-with-parent"]
+    command += ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc"]
     for path in hidden:
         command += ["--tmpfs", path]
     for path in dict.fromkeys(map(os.path.abspath, needed)):
@@ -226,12 +222,12 @@ def _walls() -> list[str]:
     return [*command, "--chdir", "/tmp", "--"]
 
 
-def _ask(connection: Connection, arguments: tuple[object, ...]) -> dict[str, Any]:
+def _ask(connection: Connection, arguments: tuple[object, ...]) -> Answer:
     connection.send_bytes(pickle.dumps(arguments))
     return _receive(connection)
 
 
-def _receive(connection: Connection) -> dict[str, Any]:
+def _receive(connection: Connection) -> Answer:
     # JSON and not pickle: what comes back from code that can't be trusted must not be able to run
     # code here.
     answer = json.loads(connection.recv_bytes(_LARGEST_ANSWER))
@@ -270,6 +266,7 @@ def serve(descriptor: int, memory: float, processor_seconds: float) -> None:
     function: Any = None
     try:
         function = pickle.loads(connection.recv_bytes())
+        # After the imports, which the limit is not for.
         _lower(resource.RLIMIT_DATA, _data() + int(memory * GIB))
     except BaseException:
         connection.send_bytes(_failure())
@@ -293,9 +290,8 @@ def serve(descriptor: int, memory: float, processor_seconds: float) -> None:
 
 def _success(value: object, samples: Sequence[Sample]) -> bytes:
     infos = [plain(dict(sample.info), "sample.info") for sample in samples]
-    return json.dumps(
-        {"error": None, "value": plain(value, "the function's result"), "infos": infos}
-    ).encode()
+    answer = {"error": None, "value": plain(value, "the function's result"), "infos": infos}
+    return json.dumps(answer).encode()
 
 
 def _failure() -> bytes:

@@ -138,9 +138,5 @@ class CosineLength(Settings):
         if isinstance(value, str | None):
             return math.nan if value else None
         start, end = self.right if value >= 0.5 else self.wrong
-        return (
-            end
-            + (start - end)
-            * (1 + math.cos(math.pi * min(sum(sample.trained) / self.limit, 1.0)))
-            / 2
-        )
+        share = min(sum(sample.trained) / self.limit, 1.0)
+        return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
 
 from ..rollouts.sample import Row, Sample
 
@@ -46,19 +46,23 @@ class MathEquivalence:
         if row[self.column] is None:
             return None
         gold = str(row[self.column]).rpartition("####")[2].strip()
-        expected = _parse(
-            library, gold if "$" in gold or "\\boxed" in gold else f"\\boxed{{{gold}}}"
-        )
+        if "$" not in gold and "\\boxed" not in gold:
+            gold = f"\\boxed{{{gold}}}"  # so that all of it is read as one expression
+        expected = _parse(library, gold)
+        # What it can't read, it gives as a text.
         if all(isinstance(expression, str) for expression in expected):
             return None
         answer = _parse(library, sample.text)
         return float(library.verify(expected, answer, timeout_seconds=None, raise_on_error=True))
 
 
-def _parse(library: Any, text: str) -> list[Any]:
-    text = _FRACTION.sub(
-        lambda sign: unicodedata.normalize("NFKC", sign[0]).replace("⁄", "/"),
-        text.replace("−", "-"),
-    )
+def _parse(library: ModuleType, text: str) -> list[object]:
+    """The expressions of a text, as sympy has them, each perhaps beside its text."""
+    text = _FRACTION.sub(_written_out, text.replace("−", "-"))
     kinds = [library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig()]
     return list(library.parse(text, kinds, parsing_timeout=None, raise_on_error=True))
+
+
+def _written_out(sign: re.Match[str]) -> str:
+    """1/2 of ½"""
+    return unicodedata.normalize("NFKC", sign[0]).replace("⁄", "/")

@@ -12,7 +12,7 @@ with weights of 1.
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..config import RewardMix
@@ -59,8 +59,7 @@ def resolve_rewards(spec: RewardMix, **given: object) -> list[RewardFunction]:
             f"rewards: none is named; there are {', '.join(SHIPPED)}, or module:function"
         )
     rewards: dict[str, RewardFunction] = {}
-    each: Any = [spec] if callable(spec) or isinstance(spec, str) else spec
-    for key, value in (spec if isinstance(spec, Mapping) else dict.fromkeys(each, 1.0)).items():
+    for key, value in _by_name(spec).items():
         if isinstance(value, bool) or not isinstance(value, int | float | Mapping):
             hint = "; your own function is a key: {function: 1.0}" if callable(value) else ""
             raise ValueError(
@@ -88,7 +87,15 @@ def resolve_rewards(spec: RewardMix, **given: object) -> list[RewardFunction]:
     return list(rewards.values())
 
 
-def _isolated(name: str, function: Any, how: Any) -> isolated:
+def _by_name(spec: RewardMix) -> Mapping[Any, object]:
+    """The weight or the settings of each reward; one or a list of them have weights of 1."""
+    if isinstance(spec, Mapping):
+        return spec
+    several = [spec] if callable(spec) or isinstance(spec, str) else spec
+    return dict.fromkeys(several, 1.0)
+
+
+def _isolated(name: str, function: Callable[..., object], how: object) -> isolated:
     """The function in processes of its own; ``how`` is true, or has arguments of `isolated`."""
     if how is True:
         return isolated(function)
@@ -133,6 +140,14 @@ def _function(name: Any, settings: dict[str, Any], given: Mapping[str, Any]) -> 
     return function
 
 
+def _method(kind: type, name: str) -> object:
+    """The method of this name that a class defines or inherits; None without one."""
+    for base in kind.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return None
+
+
 def _look_at(name: str, found: object) -> None:
     """Check that what a configuration names can score completions, before it is built or called.
 
@@ -141,16 +156,12 @@ def _look_at(name: str, found: object) -> None:
             those of a reward.
     """
     scores = found
+    kind = type(found).__name__
     if inspect.isclass(found):
-        scores = next(
-            (vars(base)["__call__"] for base in found.__mro__ if "__call__" in vars(base)), None
-        )
+        # Of the class: every class itself has a `__call__`, that of its metaclass.
+        scores = _method(found, "__call__")
+        kind = f"the class {found.__name__} without it"
     if not callable(scores):
-        kind = (
-            f"the class {found.__name__} without it"
-            if inspect.isclass(found)
-            else type(found).__name__
-        )
         raise ValueError(f"reward {name}: wanted a function or a class with __call__, got {kind}")
     try:
         signature = inspect.signature(scores)

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedTokenizerBase,
 )
 
 from ...data import Example, vocabulary_differences
@@ -23,7 +24,7 @@ from ..models.scorer import Scorer, ends_marked, scores
 from ..registry import as_setting_error
 from ..rollouts.sample import Row, Sample
 
-Tokenizer = Any  # of transformers
+Tokenizer = PreTrainedTokenizerBase
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -57,20 +58,23 @@ class RewardModel:
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
         texts = [(tuple(sample.prompt), tuple(sample.tokens)) for sample in samples]
         different = list(dict.fromkeys(text for text in texts if text[1]))
+        if not different:
+            return [None] * len(samples)
         examples: list[Example] = []  # one in each forward pass
         cost = 0
-        for prompt, tokens in (map(list, text) for text in different):
+        for text in different:
+            prompt, tokens = map(list, text)
             cost += len(tokens)
+            # The next completion of the same prompt goes into the same pass, as long as it fits.
             if not examples or prompt != examples[-1].prompt or cost > self.micro_tokens:
                 examples.append(Example(prompt, [], []))
                 cost = len(prompt) + len(tokens)
             examples[-1].completions.append(tokens)
             examples[-1].trained.append([True] * len(tokens))
-        pad, device = self.scorer.plain.config.get_text_config().pad_token_id, self.scorer.device
-        batches = [collate([ends_marked(example, pad)], device=device) for example in examples]
-        values = dict(
-            zip(different, scores(self.scorer, batches).tolist() if batches else (), strict=True)
-        )
+        pad = self.scorer.plain.config.get_text_config().pad_token_id
+        marked = [ends_marked(example, pad) for example in examples]
+        batches = [collate([example], device=self.scorer.device) for example in marked]
+        values = dict(zip(different, scores(self.scorer, batches).tolist(), strict=True))
         return [values.get(text) for text in texts]
 
 
@@ -121,17 +125,24 @@ class ProcessRewardModel:
             completion.pop()
         sampled = sample.trained[: len(completion)]
         separator = getattr(self.scorer.plain.config, "step_separator", "\n")
-        ends, step = [False] * len(completion), list[int]()
+        # A token has a byte at least, so the separator is within as many tokens as it has bytes.
+        longest = len(separator.encode())
+        ends = [False] * len(completion)
+        step: list[int] = []
         for t, token in enumerate(completion):
-            step += [token] if sampled[t] else []
-            # a token has a byte at least
-            if separator in self.tokenizer.decode(step[-len(separator.encode()) :]):
-                ends[t], step = bool(self.tokenizer.decode(step).replace(separator, "").strip()), []
-        if self.tokenizer.decode(step).strip():
+            if sampled[t]:
+                step.append(token)
+            if separator in self._text(step[-longest:]):
+                ends[t] = bool(self._text(step).replace(separator, "").strip())
+                step = []
+        if self._text(step).strip():
             closing = list(self.model_tokenizer(separator, add_special_tokens=False)["input_ids"])
             ends += [False] * (len(closing) - 1) + [True]
             completion += closing
         return completion, ends
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens))
 
 
 class Judge(NamedTuple):

@@ -33,7 +33,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterat
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from numbers import Real
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -475,16 +475,18 @@ async def _call_trl(
         for sample, value in zip(samples, values, strict=True):
             sample.info[name] = plain(value, f"reward {name_of(function)}, which logs {name!r}")
 
-    columns = {name for row in rows for name in row} - {"prompt", "completion", "completion_ids"}
-    named: dict[str, Any] = {name: [row.get(name) for row in rows] for name in columns}
+    def log_metric(name: str, value: object) -> None:
+        log_extra(name, [value] * len(samples))
+
+    # As TRL calls a reward: a list of each column, whose rows may have different ones.
+    columns = set(chain.from_iterable(rows)) - {"prompt", "completion", "completion_ids"}
+    named: dict[str, object] = {name: [row.get(name) for row in rows] for name in columns}
     named |= {
         "prompts": [row["prompt"] for row in rows],
-        "completions": [
-            _completion_of_trl(row, sample) for row, sample in zip(rows, samples, strict=True)
-        ],
+        "completions": list(map(_completion_of_trl, rows, samples)),
         "completion_ids": [list(sample.tokens) for sample in samples],
         "log_extra": log_extra,
-        "log_metric": lambda name, value: log_extra(name, [value] * len(samples)),
+        "log_metric": log_metric,
     }
     if takes is not None:
         named = {name: value for name, value in named.items() if name in takes}
@@ -664,11 +666,9 @@ def _explained(error: Exception, row: Row) -> str:
     know.
     """
     where = error.__traceback__
-    while (
-        where
-        and where.tb_next
-        and where.tb_frame.f_globals.get("__name__", "").startswith(_PACKAGE)
-    ):
+    while where and where.tb_next:
+        if not where.tb_frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+            break
         where = where.tb_next  # our own frames tell its author nothing
     explained = "".join(traceback.format_exception(error.with_traceback(where))).strip()
     if isinstance(error, KeyError):

@@ -7,7 +7,6 @@ import statistics
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,11 +64,15 @@ def score(
             same name.
     """
     functions = _reward_functions(rewards)
-    _score_missing(
-        functions, samples, [sample.row or {} for sample in samples] if rows is None else rows
-    )
-    scores: list[list[Any]] = [[sample.rewards[f.name] for f in functions] for sample in samples]
-    values = [[_number(value) for value in row] for row in scores]
+    if rows is None:
+        rows = [sample.row or {} for sample in samples]
+    _score_missing(functions, samples, rows)
+    scores: list[list[float | str | None]] = []
+    values: list[list[float]] = []
+    for sample in samples:
+        given_by_all = [sample.rewards[f.name] for f in functions]
+        scores.append(given_by_all)
+        values.append([_number(value) for value in given_by_all])
     given = torch.tensor(values, dtype=torch.float64).reshape(len(samples), len(functions))
     weight = torch.tensor([f.weight for f in functions], dtype=torch.float64)
     group = torch.tensor([sample.task for sample in samples], dtype=torch.int64)
@@ -148,11 +151,10 @@ def _without_rounding(total: Tensor, group: Tensor) -> Tensor:
     for task in torch.unique(group):
         members = (group == task) & ~total.isnan()
         rewards = total[members]
-        if (
-            len(rewards)
-            and rewards.max() - rewards.min()
-            <= torch.finfo(torch.float32).eps * rewards.abs().max()
-        ):
+        if not len(rewards):
+            continue
+        rounding = torch.finfo(torch.float32).eps * rewards.abs().max()
+        if rewards.max() - rewards.min() <= rounding:
             total[members] = rewards[0]
     return total
 
@@ -174,13 +176,13 @@ def reward_metrics(table: RewardTable) -> dict[str, float]:
             metrics[f"rewards/{name}/mean"] = numbers.mean().item()
             metrics[f"rewards/{name}/std"] = numbers.std().item() if len(numbers) > 1 else 0.0
         metrics[f"rewards/{name}/unscored"] = float(len(table.scores) - len(numbers))
-        reasons = Counter(
-            row[i] or "none" for row in table.scores if isinstance(row[i], str | None)
-        )
-        metrics |= {
-            f"rewards/{name}/unscored/{reason}": float(count)
-            for reason, count in sorted(reasons.items())
-        }
+        reasons: Counter[str] = Counter()
+        for row in table.scores:
+            score = row[i]
+            if isinstance(score, str | None):
+                reasons[score or "none"] += 1
+        for reason, count in sorted(reasons.items()):
+            metrics[f"rewards/{name}/unscored/{reason}"] = float(count)
     if len(table.scores):
         total = table.measured_total
         stats = group_stats(total, table.group)

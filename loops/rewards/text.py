@@ -73,16 +73,15 @@ class ExactMatch:
         if accepted is None or accepted == []:
             return None
         accepted = accepted if isinstance(accepted, list | tuple) else [accepted]
-        matches = [
-            match for match in re.finditer(self.extract, sample.text) if match.end() > match.start()
-        ]
-        if not matches:
+        last = None
+        for match in re.finditer(self.extract, sample.text):
+            if match.end() > match.start():  # .* also matches nothing at the end
+                last = match
+        if last is None:
             return 0.0
-        answer = matches[-1][1 if matches[-1].re.groups else 0] or ""
-        return float(
-            normalize(answer, self.ignore)
-            in {normalize(str(right), self.ignore) for right in accepted}
-        )
+        answer = last[1 if last.re.groups else 0] or ""
+        right = {normalize(str(each), self.ignore) for each in accepted}
+        return float(normalize(answer, self.ignore) in right)
 
 
 def normalize(text: str, ignore: Sequence[str]) -> str:

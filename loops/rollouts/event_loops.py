@@ -21,6 +21,9 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# of a call, whether it has returned, and its result or its error
+Outcome = Future[tuple[bool, Any]]
+Calls = SimpleQueue[tuple[Callable[[], object], Outcome]]
 
 _DEVICES = ("cpu", "cuda")  # whose autocast is looked after
 # seconds between two awaits, from which on a function is said to block the event loop
@@ -39,7 +42,8 @@ class EventLoop:
         self.runner = asyncio.Runner()
         self.thread: threading.Thread | None = None
         if background or asyncio._get_running_loop() is not None:
-            self.loop, self.stopped = self.runner.get_loop(), asyncio.Event()
+            self.loop = self.runner.get_loop()
+            self.stopped = asyncio.Event()
             self.thread = threading.Thread(
                 target=self._serve, name="burnish-scheduler", daemon=True
             )
@@ -130,9 +134,11 @@ def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any,
     alone: it would hold for the whole thread, in which the trainer trains, and be left behind where
     two coroutines end in another order.
     """
+    # As `await` does it: each `send` runs the coroutine to its next await, which yields what the
+    # event loop is to wait for; an error that ends the wait is thrown in instead.
     steps = coroutine.__await__()
-    resume: Callable[[Any], Any] = steps.send
-    sent: Any = None
+    resume: Callable[[Any], object] = steps.send
+    sent: object = None
     own = _TorchState()
     suspended: Any = None  # the inference mode of others, while this one waits in its own
     while True:
@@ -146,7 +152,8 @@ def watched(coroutine: Coroutine[Any, Any, T], name: str) -> Generator[Any, Any,
         try:
             awaited = resume(sent)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]
+            result: T = end.value
+            return result
         finally:
             warn_if_blocking(name, time.perf_counter() - began)
             own = _TorchState()
@@ -192,7 +199,7 @@ async def off_loop(function: Callable[[], T]) -> T:
     Python waits for an executor's threads when it exits, and starting a thread for each call is
     slow.
     """
-    outcome: Future[tuple[bool, Any]] = Future()
+    outcome: Outcome = Future()
     outcome.set_running_or_notify_cancel()  # from now on it can't be cancelled
     try:
         calls = _idle.pop()
@@ -234,7 +241,8 @@ def _name_of(function: object) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def _work(calls: SimpleQueue[Any]) -> None:
+def _work(calls: Calls) -> None:
+    """Compute one call after the other, in a thread that is idle in between."""
     while True:
         function, outcome = calls.get()
         try:
@@ -243,12 +251,13 @@ def _work(calls: SimpleQueue[Any]) -> None:
             result = False, error
         _idle.append(calls)  # before its caller continues, whose next call it can take
         outcome.set_result(result)
-        del function, outcome, result
+        del function, outcome, result  # an idle thread must not keep them alive
 
 
 MOST_ABANDONED = 64
 """Calls out of time that may still run in threads before a run ends."""
 
-_abandoned: dict[Future[Any], str] = {}  # names of the functions that are called
-_idle: list[SimpleQueue[Any]] = []  # the queues of idle threads
+
+_abandoned: dict[Outcome, str] = {}  # names of the functions that are called
+_idle: list[Calls] = []  # the queues of idle threads
 os.register_at_fork(after_in_child=_idle.clear)  # threads don't survive a fork

@@ -8,7 +8,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +54,34 @@ def read_samples(path: Path) -> Iterator[Sample]:
     Raises:
         ValueError: names the sample that is damaged or does not agree with itself.
     """
-    for number, record in enumerate(
-        _from_parquet(path) if path.suffix == ".parquet" else _from_lines(path), start=1
-    ):
+    records = _from_parquet(path) if path.suffix == ".parquet" else _from_lines(path)
+    for number, record in enumerate(records, start=1):
         try:
-            sample = from_record(json.loads(record) if isinstance(record, str) else record)
+            if isinstance(record, str):
+                record = json.loads(record)
+            sample = from_record(record)
             check_sample(sample)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: sample number {number} can't be read: {error}") from error
         yield sample
 
 
-def _from_lines(path: Path) -> Iterator[str]:
+def _from_lines(path: Path) -> Iterator[Any]:
+    """Lines of JSON, which are parsed one by one, so that a damaged one has a number."""
     with path.open(encoding="utf-8") as file:
-        # or else its writer was killed
-        yield from (line[:-1] for line in file if line.endswith("\n"))
+        for line in file:
+            if line.endswith("\n"):  # or else its writer was killed
+                yield line[:-1]
 
 
 def _from_parquet(path: Path) -> Iterator[Any]:
     with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=256):
+        for batch in file.iter_batches(batch_size=256):  # never the whole file in memory
             for record in batch.to_pylist():
-                yield record | {
-                    name: json.loads(record[name]) for name in _AS_TEXT if name in record
-                }
+                for name in _AS_TEXT:
+                    if name in record:
+                        record[name] = json.loads(record[name])
+                yield record
 
 
 def open_sample_log(
@@ -113,25 +117,33 @@ def open_sample_log(
         if path is not None:
             write_samples(path, samples)
         if show_every and number % show_every == 0:
-            columns = ("task", "end of the prompt", "completion", "rewards")
-            rows = []
-            table = Table(*columns, title=f"rollout {number}", title_justify="left")
-            for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
-                scores = {
-                    k: f"{v:.3g}" if isinstance(v, float) else v or "none"
-                    for k, v in sample.rewards.items()
-                }
-                prompt, rewards = (
-                    str(decode(sample.prompt))[-_LONGEST:],
-                    ", ".join(map(" ".join, scores.items())),
-                )
-                table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
-                rows.append((str(sample.task), prompt, sample.text, rewards))
-            Console().print(table)
-            version = max((span.version for sample in samples for span in sample.spans), default=0)
-            log_table("completions", version, columns, rows)
+            show(samples, number)
+
+    def show(samples: Sequence[Sample], number: int) -> None:
+        columns = ("task", "end of the prompt", "completion", "rewards")
+        rows = []
+        table = Table(*columns, title=f"rollout {number}", title_justify="left")
+        for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
+            prompt = str(decode(sample.prompt))[-_LONGEST:]
+            rewards = _rewards_in_words(sample)
+            # Text: rich would take [brackets] in a completion for markup
+            table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
+            rows.append((str(sample.task), prompt, sample.text, rewards))
+        Console().print(table)
+        spans = chain.from_iterable(sample.spans for sample in samples)
+        version = max((span.version for span in spans), default=0)
+        log_table("completions", version, columns, rows)
 
     return write
+
+
+def _rewards_in_words(sample: Sample) -> str:
+    """math 1, format 0.2, length none"""
+    words = []
+    for name, score in sample.rewards.items():
+        shown = f"{score:.3g}" if isinstance(score, float) else score or "none"
+        words.append(f"{name} {shown}")
+    return ", ".join(words)
 
 
 def _take_back(path: Path, recorded: Callable[[int], bool]) -> None:

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 Row = Mapping[str, Any]  # of a data set, as reward functions and environments receive it
+Record = dict[str, Any]  # of a sample: its fields as JSON and checkpoints hold them
 
 
 class VersionSpan(NamedTuple):
@@ -117,7 +118,7 @@ class Sample:
     text: str = ""
     rewards: dict[str, float | str | None] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
-    row: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    row: Row | None = field(default=None, compare=False, repr=False)
 
     @property
     def oldest(self) -> int:
@@ -231,7 +232,7 @@ def _problem_of_tokens(sample: Sample, vocab: int | None) -> str:
         return "it has no token of the policy; a completion has one at least, the one that ends it"
     if not sample.prompt:
         return "its prompt is empty; the first token is predicted from the last of the prompt"
-    return ""
+    return ""  # no problem
 
 
 def _problem_of_logprobs(sample: Sample) -> str:
@@ -258,7 +259,7 @@ def _problem_of_versions(sample: Sample) -> str:
 FIELDS = tuple(field.name for field in fields(Sample) if field.name != "row")
 
 
-def to_record(sample: Sample) -> dict[str, Any]:
+def to_record(sample: Sample) -> Record:
     """The fields of a sample as checkpoints and ``samples.jsonl`` hold them: spans are [[version,
     start, end], ...].
     """
@@ -267,7 +268,7 @@ def to_record(sample: Sample) -> dict[str, Any]:
     }
 
 
-def from_record(record: dict[str, Any]) -> Sample:
+def from_record(record: Record) -> Sample:
     """The inverse of `to_record`.
 
     Raises:

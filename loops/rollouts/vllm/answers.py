@@ -58,13 +58,15 @@ def read_completion(reply: Any, who: str) -> Completion:
     for entry in _typed(choice["logprobs"]["content"], list, "content"):
         token = _typed(entry["token_id"], int, "token")
         logprob = entry["logprob"]
-        drawn.append(
-            (token, float(logprob if type(logprob) is int else _typed(logprob, float, "log-prob")))
-        )
+        if type(logprob) is not int:  # JSON may have 0.0 as 0
+            logprob = _typed(logprob, float, "log-prob")
+        drawn.append((token, float(logprob)))
     labels = []
     for label in choice["weight_versions"] or []:
-        start, end = _typed(label["start"], int, "start"), _typed(label["end"], int, "end")
-        labels.append((_typed(label["version"], str, "version"), start, end))
+        version = _typed(label["version"], str, "version")
+        start = _typed(label["start"], int, "start")
+        end = _typed(label["end"], int, "end")
+        labels.append((version, start, end))
     if reason not in FINISH:
         raise ValueError(f"finish_reason: wanted one of {', '.join(FINISH)}, got {reason[:40]!r}")
     return Completion(tokens, drawn, reason, labels)

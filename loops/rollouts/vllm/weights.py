@@ -63,13 +63,9 @@ async def send_weights(
         left = [source for source in sources if source not in failed]
         steps = [source.update(getattr(source.updates, step), *arguments) for source in left]
         outcomes = await asyncio.gather(*steps, return_exceptions=True)
-        failed.update(
-            {
-                source: error
-                for source, error in zip(left, outcomes, strict=True)
-                if error is not None
-            }
-        )
+        for source, error in zip(left, outcomes, strict=True):
+            if error is not None:  # it is left out of the further steps
+                failed[source] = error
 
     await each("begin")
     for part, last in _parts(weights, _PART // len(sources)):
@@ -232,13 +228,12 @@ class Nccl(FullWeights):
 
     def __init__(self, address: str | None = None, *, timeout: float = 300.0) -> None:
         super().__init__()
-        self.address, self.timeout = address, timeout
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if torch.cuda.is_available()
-            else "cpu"
-        )
-        self._group: Any = None
+        self.address = address
+        self.timeout = timeout
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._group: Any = None  # vLLM's communicator
 
     async def connect(self, vllm: VLLMClient) -> None:
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
@@ -358,9 +353,9 @@ class Adapters:
             raise SourceError(f"{error}; trainer and server must both see {self.directory}, and the server's "
                               f"--max-lora-rank be at least {self.config.r}") from error  # fmt: skip
         self._versions[path.name] = version
-        for name in [
-            name for name in self._versions if name != path.name and not self._in_use[name]
-        ]:
+        older = [name for name in self._versions if name != path.name]
+        unused = [name for name in older if not self._in_use[name]]  # by completions under way
+        for name in unused:
             del self._versions[name]
             await vllm.post("/v1/unload_lora_adapter", {"lora_name": name})
             await off_loop(
