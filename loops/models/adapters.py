@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..config import Common, Lora
 from ..registry import build
@@ -62,7 +62,7 @@ def settings_of_peft(config: object) -> Lora:
     )
 
 
-def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
+def add_adapters(model: PreTrainedModel, config: Common, task: str) -> PeftModel:
     """Add new adapters, or load those of ``lora.path``; in float32, unless ``config.weights_dtype``
     is bfloat16.
     """
@@ -86,7 +86,7 @@ def add_adapters(model: Any, config: Common, task: str) -> PeftModel:
     return adapted
 
 
-def _take_end_tokens(model: Any, adapter: Path) -> None:
+def _take_end_tokens(model: PreTrainedModel, adapter: Path) -> None:
     """Have the model end completions as the run did that left the adapter."""
     if model.can_generate() and (adapter / "generation_config.json").exists():
         stored = GenerationConfig.from_pretrained(adapter)
@@ -105,7 +105,7 @@ def _check_stored(lora: Lora) -> None:
         )
 
 
-def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
+def _lora_fields(model: PreTrainedModel, lora: Lora, task: str) -> dict[str, Any]:
     """The fields of peft's `LoraConfig` that the settings and the model decide."""
     # Copies: peft adds to the lists it is given.
     fields = {name: copy.copy(value) for name, value in vars(lora).items()}
@@ -128,7 +128,7 @@ def _lora_fields(model: Any, lora: Lora, task: str) -> dict[str, Any]:
     return fields
 
 
-def _adapts_tied(model: Any, lora: Lora) -> bool:
+def _adapts_tied(model: PreTrainedModel, lora: Lora) -> bool:
     """True if a module that gets adapters, or trains whole, shares its weight with another."""
     named = (
         lora.target_modules
@@ -146,7 +146,7 @@ def _last_part(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-def _check_new(model: Any, lora: Lora, fields: Mapping[str, Any]) -> None:
+def _check_new(model: PreTrainedModel, lora: Lora, fields: Mapping[str, Any]) -> None:
     """Raise ValueError for options of peft that don't fit, and for a rank wider than the model."""
     repeated = sorted(fields.keys() & lora.kwargs.keys())
     if repeated:

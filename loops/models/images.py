@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ...data import Example
 from ...data.images import ImageReader, ImageRef
@@ -103,7 +104,7 @@ def has_axes(plain: nn.Module) -> bool:
     return hasattr(getattr(plain, "base_model", None), "get_rope_index")
 
 
-def takes_token_types(plain: Any) -> bool:
+def takes_token_types(plain: PreTrainedModel) -> bool:
     """True for a model that is told which tokens are images' (Gemma 3 lets them see each other)."""
     return "token_type_ids" in inspect.signature(type(plain.base_model).forward).parameters
 

@@ -16,6 +16,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -364,7 +365,7 @@ def _prepare_loaded(config: Common, model: Any, *, quantized: bool) -> None:
         model.set_attn_implementation(config.attention)
 
 
-def _compute_each_expert(model: Any) -> None:
+def _compute_each_expert(model: PreTrainedModel) -> None:
     """Have a mixture of experts compute one expert after the other: torch's grouped product takes
     no float64.
     """
@@ -621,7 +622,7 @@ def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
             plain.generation_config.save_pretrained(directory)
 
 
-def _assembled(like: Any, weights: Mapping[str, Tensor]) -> Any:
+def _assembled(like: PreTrainedModel, weights: Mapping[str, Tensor]) -> Any:
     """A plain model of the same architecture with these weights."""
     config = copy.deepcopy(like.config)
     vars(config).pop("quantization_config", None)

@@ -37,7 +37,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 Function = Callable[..., Any]
 
 
-def replace_forward(module: Any, forward: Function, *arguments: Any) -> None:
+def replace_forward(module: nn.Module, forward: Function, *arguments: Any) -> None:
     """Let ``module(...)`` compute ``forward(module, *arguments, original, ...)``, where
     ``original`` is what it did.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ...data import Example
 from ...data.images import ImageRef
@@ -108,7 +109,7 @@ def shortened(plain: Any) -> Iterator[bool]:
         plain.set_submodule(path, layers)
 
 
-def layer_list(plain: Any) -> str | None:
+def layer_list(plain: PreTrainedModel) -> str | None:
     """The path of the list of a `transformers` model's layers; None if it is not found."""
     depth = getattr(plain.config.get_text_config(), "num_hidden_layers", None)
     lists = []

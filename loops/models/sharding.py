@@ -149,8 +149,8 @@ def left_in_files(wanted: bool = True) -> Iterator[None]:
 def _load_places(
     load: Callable[..., Any],
     model: PreTrainedModel,
-    state_dict: Any,
-    files: Any,
+    state_dict: dict[str, Tensor] | None,
+    files: Sequence[str] | None,
     options: Any,
     *rest: Any,
 ) -> Any:
