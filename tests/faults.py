@@ -71,7 +71,7 @@ TESTS = {
     "a signal that reaches one rank": ("all stop after the same step; the same bits, resumed", [
         "runs/test_stop.py::test_a_signal_that_reaches_one_rank_stops_all_at_the_same_step"]),
     "a disk that is full where checkpoints are written in the background": (LINE, [
-        "runs/test_stop.py::test_a_disk_that_is_full_in_the_background_ends_the_run_before_the_next_checkpoint"]),
+        "runs/test_stop.py::test_a_disk_full_in_the_background_ends_the_run_before_the_next_checkpoint"]),
     "NaN in the gradient of one step": ("the step skipped and counted, the run goes on", [
         "runs/test_outside_faults.py::test_a_step_whose_gradient_is_no_number_is_skipped_and_the_run_goes_on",
         "train/test_step.py::test_a_gradient_that_is_not_finite_is_skipped_and_counted"]),
@@ -101,7 +101,7 @@ TESTS = {
         "its completion masked, the reason counted", [
         "rewards/test_scoring.py::test_what_is_no_score_is_told_and_counted_and_the_others_are_not_touched",
         "rewards/test_scoring.py::test_a_list_of_the_wrong_length_masks_all_answers_of_the_call",
-        "rl/test_unscored.py::test_a_failed_reward_masks_the_answer_and_one_that_does_not_apply_is_left_out_of_the_sum"]),
+        "rl/test_unscored.py::test_a_failed_reward_masks_and_one_that_does_not_apply_is_left_out_of_the_sum"]),
     "a reward that fails in all of the first rollout, on one rank or two": (LINE, [
         "rl/test_unscored.py::test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run",
         "rl/test_unscored.py::test_every_rank_is_told_why_the_run_ends"]),
@@ -113,7 +113,7 @@ TESTS = {
         "rollouts/vllm/test_client.py::TestAnswers::test_an_answer_whose_parts_disagree_is_an_error",
         "rollouts/vllm/test_client.py::TestAnswers::test_what_is_no_answer_is_an_error_that_shows_it"]),
     "a server that is healthy and answers nothing, two ranks": (LINE + ", on all ranks", [
-        "runs/test_ranks.py::test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_by_its_name"]),
+        "runs/test_ranks.py::test_a_healthy_server_that_answers_nothing_ends_the_run_on_all_ranks_by_its_name"]),
     "a trainer that is killed beside the server it started": ("nothing of the server stays", [
         "rollouts/vllm/test_launch.py::test_nothing_of_a_server_outlives_a_trainer_that_is_killed"]),
     "a clock that jumps back and forth by ten years": ("the same bits", [

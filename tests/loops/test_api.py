@@ -335,7 +335,7 @@ def test_a_model_made_in_memory_wants_its_tokenizer(model):
         burnish.dpo(model, PAIRS)
 
 
-def test_a_loop_that_is_left_ends_the_run_in_order_and_another_goes_on_to_the_same_weights(
+def test_a_loop_left_early_ends_in_order_and_a_resumed_one_reaches_the_same_weights(
     saved, tokenizer, tmp_path, capsys
 ):
     output = str(tmp_path / "run")

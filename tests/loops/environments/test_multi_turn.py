@@ -170,7 +170,7 @@ def test_no_reward_is_none_and_what_is_no_number_is_told_and_neither_is_0(
     )
 
 
-def test_a_turn_without_a_reward_is_left_out_and_one_that_fails_leaves_the_whole_unknown(
+def test_a_turn_without_a_reward_is_left_out_and_a_failed_one_leaves_all_unknown(
     tokenizer, scripted, request_for, talk
 ):
     for rewards, whole in (([0.5, None, 1.0], 1.5), ([0.5, float("nan"), 1.0], "nan")):

@@ -137,7 +137,7 @@ def test_one_late_layer_that_mixes_sequences_is_found_out():
     assert isinstance(LocalSource(policy, version=0)._make_batch(50), StaticBatch)
 
 
-def test_rounding_that_depends_on_all_tokens_as_that_of_experts_does_mixes_no_sequences():
+def test_rounding_that_depends_on_all_tokens_as_with_experts_mixes_no_sequences():
     model = deep()
     model.base_model.layers[1].mlp.register_forward_hook(
         lambda module, args, output: output * (1 + 1e-7 * args[0].mean())

@@ -75,7 +75,7 @@ def test_packing_fills_rows_before_it_opens_new_ones():
     assert arrange(examples, "packed").input_ids.shape == (3, 6)
 
 
-def test_unused_slots_hold_a_token_of_the_examples_because_another_may_have_no_embedding():
+def test_unused_slots_hold_a_token_of_the_examples_as_others_may_have_no_embedding():
     rows = arrange(
         [Example([5, 6], [[7, 8, 9]], [[True] * 3]), Example([6], [[7]], [[True]])], "padded"
     )

@@ -189,7 +189,7 @@ def test_an_environments_reward_needs_an_environment(answer, judging, caplog):
     )
 
 
-def test_an_environment_that_gave_no_reward_does_not_apply_and_one_that_failed_is_unknown(
+def test_an_environment_without_a_reward_does_not_apply_and_a_failed_one_is_unknown(
     answer, judging
 ):
     rewards = resolve_rewards({"environment": 1.0})

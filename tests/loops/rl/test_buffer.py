@@ -94,7 +94,7 @@ def whose(batches):
     return found
 
 
-def test_the_answers_to_a_prompt_share_an_example_with_the_columns_of_their_own_tokens(open_feed):
+def test_completions_of_a_prompt_share_an_example_with_columns_of_their_own_tokens(open_feed):
     samples = answers()
     (batch,) = open_feed(samples)(0)
     assert whose([batch]) == [[(task, index) for index in range(ANSWERS)] for task in range(GROUPS)]
@@ -275,7 +275,7 @@ def test_a_limit_below_one_token_is_refused():
         RolloutBuffer(answers()).micro_batches(0)
 
 
-def test_ranks_with_other_scores_do_not_train_some_completions_twice_and_others_never(monkeypatch):
+def test_ranks_with_other_scores_do_not_train_completions_twice_or_never(monkeypatch):
     one, two = RolloutBuffer(answers()), RolloutBuffer(answers())
     sent = []
     monkeypatch.setattr(buffer, "gather_object", lambda mine: sent.extend(mine) or [*sent])

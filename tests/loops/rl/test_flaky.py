@@ -41,7 +41,7 @@ def burnish(common, tmp_path, monkeypatch):
         ("Resets", ("error in reset", "ConnectionError: no sandbox")),
     ],
 )
-def test_an_environment_that_fails_in_all_conversations_of_the_first_rollout_ends_the_run(
+def test_an_environment_that_fails_in_all_of_the_first_rollout_ends_the_run(
     name, says, burnish, tmp_path, capsys
 ):
     assert burnish(environment=f"flaky:{name}") == 1

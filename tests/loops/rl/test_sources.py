@@ -62,9 +62,7 @@ def orders(fake, path):
     return [body for asked, body in fake.calls if asked == path]
 
 
-def test_a_server_that_runs_is_given_the_weights_of_each_step_and_its_answers_are_trained_on(
-    fake, fields
-):
+def test_a_running_server_gets_the_weights_of_each_step_and_its_completions_train(fake, fields):
     open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=fake.url))).train()
     labels = [
         body["weight_version"].split("@")[0] for body in orders(fake, "/finish_weight_update")
@@ -354,9 +352,7 @@ def test_a_server_that_is_down_ends_the_run_before_the_first_step_and_says_so(fi
         ),
     ],
 )
-def test_adapters_and_options_that_vllm_must_not_get_are_refused_before_anything_is_loaded(
-    changed, message
-):
+def test_what_vllm_must_not_get_is_refused_before_anything_is_loaded(changed, message):
     with pytest.raises(ValueError, match=message):
         check_sampling(GRPO(model="m", data="d", output="o", **changed))
 

@@ -60,7 +60,7 @@ def of_answers(rollout, column):
     return found
 
 
-def test_a_failed_reward_masks_the_answer_and_one_that_does_not_apply_is_left_out_of_the_sum(
+def test_a_failed_reward_masks_and_one_that_does_not_apply_is_left_out_of_the_sum(
     burnish, advantages, tmp_path, capsys
 ):
     """Of four answers to each prompt math times out on the first, and does not apply to the
@@ -149,9 +149,7 @@ def test_a_reward_that_raises_in_all_calls_of_the_first_rollout_ends_the_run(
     assert lines(tmp_path / "run") == []
 
 
-def test_a_reward_that_gives_no_number_in_all_calls_of_the_first_rollout_ends_the_run(
-    burnish, tmp_path, capsys
-):
+def test_a_reward_without_any_number_in_the_first_rollout_ends_the_run(burnish, tmp_path, capsys):
     assert burnish(rewards={"judges:wordy": 1.0}, steps=2) == 1
     said = capsys.readouterr().err
     assert (

@@ -71,7 +71,7 @@ def test_an_interrupted_wait_cancels_what_runs_in_the_background():
         assert loop.run(asyncio.sleep(0, "well")) == "well"
 
 
-def test_blocking_functions_run_in_a_thread_that_is_used_again_and_raise_where_they_are_awaited():
+def test_blocking_functions_share_a_thread_and_raise_where_they_are_awaited():
     async def body():
         thread = await off_loop(threading.current_thread)
         with pytest.raises(ZeroDivisionError):
@@ -81,7 +81,7 @@ def test_blocking_functions_run_in_a_thread_that_is_used_again_and_raise_where_t
     asyncio.run(body())
 
 
-def test_a_wait_that_is_cancelled_leaves_its_thread_behind_which_is_used_again_when_it_returns():
+def test_a_cancelled_wait_leaves_its_thread_behind_which_is_used_again_afterwards():
     threads, hanging, released = [], threading.Event(), threading.Event()
 
     def hang():

@@ -177,7 +177,7 @@ def test_a_source_that_restarted_unnoticed_is_given_the_weights_again(max_stalen
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_a_source_that_died_before_a_publication_is_brought_back_by_asking_for_its_version(
+def test_a_source_that_died_before_a_publication_comes_back_by_asking_its_version(
     max_staleness,
 ):
     class Revived(Scripted):

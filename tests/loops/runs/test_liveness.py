@@ -163,7 +163,7 @@ with stop.signals(visible=True), watching():
 """
 
 
-def test_a_second_sigint_ends_a_rank_in_a_collective_and_so_does_sigterm_if_another_is_silent(pair):
+def test_a_second_sigint_ends_a_rank_in_a_collective_as_sigterm_does_beside_silence(pair):
     waiting, other = pair(IN_STEP, "time.sleep(600)")
     assert waiting.stdout.readline() == "waits\n"
     other.send_signal(signal.SIGSTOP)

@@ -101,7 +101,7 @@ def wedged(tmp_path_factory):
     return SimpleNamespace(directory=directory, url=fake.url, outcomes=outcomes, seconds=seconds)
 
 
-def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_by_its_name(wedged):
+def test_a_healthy_server_that_answers_nothing_ends_the_run_on_all_ranks_by_its_name(wedged):
     said = [(wedged.directory / f"run-rank{rank}.txt").read_text() for rank in (0, 1)]
     assert said[0].startswith(
         f"vllm: the server at {wedged.url} has answered nothing in 6 s; check"
@@ -113,7 +113,7 @@ def test_a_server_that_is_healthy_and_answers_nothing_ends_the_run_on_all_ranks_
     assert "/inference/v1/generate: no answer in 2.5 s" in printed
 
 
-def test_rewards_are_loaded_when_the_run_is_open_on_the_main_process_alone_and_on_its_device(
+def test_rewards_are_loaded_on_the_main_process_alone_and_on_its_device(
     wedged,
 ):
     notes = {path.name: path.read_text() for path in Path(wedged.directory).glob("loaded-*")}

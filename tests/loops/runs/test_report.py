@@ -33,7 +33,7 @@ def metrics(tmp_path):
     return path
 
 
-def test_what_is_held_out_is_in_the_panel_of_its_twin_and_what_is_not_finite_is_in_none(metrics):
+def test_held_out_metrics_share_a_panel_with_their_twin_and_infinite_ones_have_none(metrics):
     curves = read_curves(metrics)
     assert curves["loss"] == {"training": [(1, 1.0), (2, 0.5)], "held out": [(2, 0.4)]}
     assert curves["sampling/7"] == {"training": [(1, 7.0)]}

@@ -135,9 +135,7 @@ def test_no_rank_holds_more_than_its_shard_of_any_model_or_gradient(
 
 
 @pytest.mark.parametrize("recipe", MIXED)
-def test_autocast_computes_the_same_in_shards_and_the_model_is_saved_as_it_was_loaded(
-    recipe, trained
-):
+def test_autocast_computes_the_same_in_shards_and_saves_the_model_as_it_was_loaded(recipe, trained):
     name = f"{recipe}_bfloat16"
     copies, shards = (
         trained((name,), 2, size) / name / "model/model.safetensors" for size in (1, 2)
@@ -170,7 +168,7 @@ def test_bfloat16_on_two_ranks_ends_as_near_to_float32_as_in_one_process(
 
 
 @pytest.mark.slow
-def test_adapters_trained_in_shards_load_in_transformers_and_peft_with_the_log_probs_of_one_process(
+def test_adapters_trained_in_shards_load_elsewhere_with_the_log_probs_of_one_process(
     trained, alone
 ):
     one, two = alone("dpo_adapters"), trained(WRAPPED, 2, 2) / "dpo_adapters"
@@ -302,7 +300,7 @@ def config_of_accelerate(directory, content):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_file_of_accelerate_is_refused_by_a_name_with_the_same_settings(
+def test_a_configuration_of_accelerate_is_refused_with_the_same_in_our_flags(
     name, tmp_path, monkeypatch
 ):
     content, wrapper, settings = CONFIGS[name]
@@ -320,7 +318,7 @@ def test_a_configuration_file_of_accelerate_is_refused_by_a_name_with_the_same_s
         check_launcher()
 
 
-def test_the_precision_of_a_configuration_file_of_accelerate_is_named_by_a_rank_that_it_starts(
+def test_a_rank_started_by_accelerate_names_the_precision_of_its_configuration(
     tmp_path, monkeypatch, capsys
 ):
     data = write_rows(
@@ -391,7 +389,7 @@ def test_one_of_64_ranks_holds_a_64th_and_sends_what_its_units_take(simulated):
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_under_autocast_layers_are_gathered_in_the_dtype_asked_for_and_gradients_summed_in_float32(
+def test_autocast_gathers_layers_in_the_wanted_dtype_and_sums_gradients_in_float32(
     param_dtype, simulated
 ):
     # the embeddings always in their own

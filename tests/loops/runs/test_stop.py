@@ -92,9 +92,7 @@ def test_a_signal_stops_after_the_step_and_the_run_goes_on_to_the_same_weights(
     assert_undisturbed(settings)
 
 
-def test_ctrl_c_while_completions_are_scored_finishes_their_rollout_and_closes_the_source(
-    tmp_path, monkeypatch
-):
+def test_ctrl_c_during_scoring_finishes_the_rollout_and_closes_the_source(tmp_path, monkeypatch):
     config = {**prepare(tmp_path), "output": str(tmp_path / "run"), "steps": 3}
     open_grpo(GRPO(**{**config, "output": config["output"] + "-undisturbed"})).train()
     calls, closed, even, close = itertools.count(1), [], online.even, LocalSource.close
@@ -286,7 +284,7 @@ def test_a_signal_and_the_end_wait_for_what_is_written_in_the_background(
     assert_undisturbed(settings)
 
 
-def test_a_disk_that_is_full_in_the_background_ends_the_run_before_the_next_checkpoint(
+def test_a_disk_full_in_the_background_ends_the_run_before_the_next_checkpoint(
     settings, in_background, monkeypatch
 ):
     write = storage.write

@@ -105,7 +105,7 @@ def test_a_plan_says_which_examples_or_prompts_are_in_each_micro_batch(recipe, s
     assert micro_batches > training.feed.steps and (recipe != "distill" or kinds == {0.0, 1.0})
 
 
-def test_rows_are_named_by_their_lines_and_where_nothing_tells_these_by_their_examples(settings):
+def test_rows_are_named_by_their_lines_or_where_these_are_unknown_by_examples(settings):
     training = open_sft(SFT(**settings))
     assert (
         training.context.name_rows(0, [2, 0, 2]) == "messages.jsonl line 3, messages.jsonl line 1"

@@ -272,7 +272,7 @@ def test_a_schedule_that_follows_evaluations_falls_when_the_loss_does_not():
     assert rates == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
 
 
-def test_weights_of_a_schedule_free_optimizer_are_averages_within_and_come_back_bit_for_bit():
+def test_weights_of_a_schedule_free_optimizer_are_averages_and_come_back_bit_for_bit():
     settings = config(optimizer="schedule_free_adamw", learning_rate=1e-2, schedule="constant")
     module = model()
     optimizer = optimizers.make_optimizer(settings, module)

@@ -194,7 +194,7 @@ def test_no_loss_goes_without_a_weighting_and_no_weighting_without_a_loss(policy
         once(policy, weightings=weightings)
 
 
-def test_an_accelerator_does_not_divide_the_gradient_by_accumulation_steps_of_its_own(policy):
+def test_an_accelerator_does_not_divide_the_gradient_by_its_accumulation_steps(policy):
     with pytest.raises(
         ValueError, match="wanted an Accelerator with gradient_accumulation_steps 1, got 4"
     ):
@@ -213,7 +213,7 @@ def test_micro_batches_may_be_generated_and_must_be_some(policy, training):
         run(policy, batches=[])
 
 
-def test_gradients_of_weights_that_the_optimizer_lacks_clip_nothing_and_do_not_add_up(policy):
+def test_gradients_of_weights_outside_the_optimizer_clip_nothing_and_do_not_add_up(policy):
     (-policy(collate(make_examples(1, completions=1))).logprob.mean()).backward()
     wanted = policy.head.weight.grad.norm().item()
     optimizer = torch.optim.SGD(policy.head.parameters(), lr=0.0)

@@ -1161,7 +1161,7 @@ class TestServers:
         asyncio.run(run())
         assert "continue without it" not in caplog.text
 
-    def test_without_any_server_they_are_lost_and_what_none_will_do_is_not_tried_on_the_other(
+    def test_without_any_server_they_are_lost_and_no_request_that_none_serves_is_retried(
         self, source, pair
     ):
         asyncio.run(source.publish(weights(), 1))

@@ -88,7 +88,7 @@ def wait_until(condition, seconds=60.0):
         time.sleep(0.02)
 
 
-def test_a_server_that_died_is_revived_at_its_address_and_one_that_runs_is_left_alone(start):
+def test_a_dead_server_is_revived_at_its_address_and_one_that_runs_is_left_alone(start):
     with start() as server:
         first, url = server.pid, server.url
         server.revive()
@@ -103,9 +103,7 @@ def test_a_server_that_died_is_revived_at_its_address_and_one_that_runs_is_left_
     wait_until(lambda: not group(second))
 
 
-def test_a_server_that_ends_at_once_shows_the_first_error_of_this_start_its_fix_and_where_the_log_is(
-    start, tmp_path
-):
+def test_a_server_that_ends_at_once_shows_its_first_error_the_fix_and_the_log(start, tmp_path):
     (tmp_path / "log.txt").write_text("ValueError: of an earlier run\n")
     with pytest.raises(SourceLost) as raised:
         start(flags=["--no-such-flag"])
@@ -146,9 +144,7 @@ def test_a_server_leaves_memory_to_the_trainer_unless_it_has_a_device_of_its_own
     assert share(environment={"CUDA_VISIBLE_DEVICES": "1"}) == []
 
 
-def test_a_server_has_room_for_the_adapters_that_are_loaded_at_once_and_for_none_without(
-    start, tmp_path
-):
+def test_a_server_has_room_for_as_many_adapters_as_are_loaded_at_once(start, tmp_path):
     with start(update_flags=Adapters(tmp_path, LoraConfig(r=9), loaded=3).flags) as server:
         command = " ".join(psutil.Process(server.pid).cmdline())
     assert "--max-loras 3" in command and "--enable-lora --max-lora-rank 16" in command
@@ -287,7 +283,7 @@ def test_a_server_is_no_rank_of_the_trainers_process_group(python, tmp_path, mon
     assert there["CUDA_VISIBLE_DEVICES"] == there["RANKING"] == there["VLLM_SERVER_DEV_MODE"] == "1"
 
 
-def test_an_adapter_of_a_rank_that_vllm_does_not_know_has_room_in_the_next_or_is_refused(tmp_path):
+def test_an_adapter_of_a_rank_unknown_to_vllm_has_room_in_the_next_or_is_refused(tmp_path):
     assert [max_lora_rank({"r": rank}) for rank in (1, 8, 9, 257, 512)] == [1, 8, 16, 320, 512]
     assert max_lora_rank({"r": 4, "rank_pattern": {"q_proj": 9}}) == 16
     with pytest.raises(

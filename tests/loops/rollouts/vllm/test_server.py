@@ -98,7 +98,7 @@ async def half_way(source, request, server, seconds):
     pytest.fail("the server was never stopped in time")
 
 
-def test_a_server_killed_half_way_comes_back_with_the_published_weights_and_the_same_tokens(
+def test_a_server_killed_half_way_comes_back_with_the_weights_and_the_same_tokens(
     server, directory
 ):
     request = Request(5, [5, 6, 7], range(4), SamplingParams(400), key=3)
