@@ -203,14 +203,15 @@ def train_policy(
     # π_ref once per rollout, if that takes fewer passes than one per training pass, or is needed
     # for the reward anyway.
     ref_at_start = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
-    # π_old, and values, before the first step. For a rollout that is trained on once, the training
-    # pass gives π_old.
-    recomputed = config.old_logprobs == "recomputed" and config.steps_per_rollout > 1
-    old_needed = recomputed or run.model.has_values or (kl_in_reward and reference is not None)
     # Masks that compare all tokens of a rollout do so under the policy that begins it.
     masked_at_start = needs_start(config, losses)
-    vetoed_later = "veto" in config.masks and config.steps_per_rollout > 1
-    old_needed = old_needed or masked_at_start or vetoed_later or bool(at_start)
+    old_needed = (
+        run.model.has_values
+        or masked_at_start
+        or bool(at_start)
+        or _is_read_later(config)
+        or (kl_in_reward and reference is not None)
+    )
 
     def measure(batch: Batch) -> dict[str, Tensor]:
         columns: dict[str, Tensor] = {}
@@ -247,6 +248,12 @@ def train_policy(
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     read = partial(rollout_tensors, forward, config)
     return run.train(logged, read, feed, save=save)
+
+
+def _is_read_later(config: PolicyGradientConfig) -> bool:
+    """Whether later steps on a rollout read π_old, which its first step computes anyway."""
+    read = config.old_logprobs == "recomputed" or "veto" in config.masks
+    return read and config.steps_per_rollout > 1
 
 
 def _old_columns(

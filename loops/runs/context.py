@@ -376,25 +376,9 @@ def open_run(
 
     stream = None
     if config.streaming:
-        by_step = replace(tokenization(config), cached=False)
-        encode_rows = partial(encode, tokenizer=encoder, options=by_step, **options)
-        settings: Any = config  # of an offline recipe, which has a batch size
-        stream = Stream(
-            resolved_data(config.data),
-            encode_rows,
-            batch_size=settings.batch_size,
-            seed=config.seed,
-            shuffle=config.shuffle,
-        )
+        stream = _open_stream(config, partial(encode, tokenizer=encoder, **options))
     if records is None:
-        read = partial(
-            load_data,
-            resolved_data(config.data),
-            resolved_data(config.eval_data),
-            seed=config.seed,
-            streaming=config.streaming,
-        )
-        records = main_first(accelerator, read)
+        records = _read_records(config, accelerator)
     if no_images:
         _refuse_images([*records[0], *records[1]], no_images)
     if stream is None:
@@ -412,20 +396,11 @@ def open_run(
         _check_images(config)
     load = load_weights or partial(load_model, images=sees)
     model = load(config)
-    mesh = open_mesh(config, accelerator)
     check_tokens(model, tokenizer, data, eval_data)
-    # bitsandbytes has placed quantized weights; shards find their own device.
-    quantized = config.quantize is not None or getattr(model, "is_quantized", False)
-    if not quantized and mesh is None:
-        model = model.to(accelerator.device)
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
     if sees and reader is not None:
         make = partial(make, images=ImageInputs(reader))
-    if mesh is None:
-        wrapped = make(model)
-    else:
-        param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
-        wrapped = make(model, mesh=mesh, param_dtype=param_dtype)
+    wrapped = _placed(config, accelerator, model, make)
     wrapped.reader = reader
     run = RunContext(
         config,
@@ -444,6 +419,44 @@ def open_run(
     run.eval_accounting = eval_accounting
     run.end_with({*chosen, *accounting.end_tokens})
     return run
+
+
+def _open_stream(config: Common, encode: Callable[..., tuple[Dataset, Accounting]]) -> Stream:
+    """The source of every step's examples, which encodes a step's rows when they are asked for."""
+    settings: Any = config  # of an offline recipe, which has a batch size
+    return Stream(
+        resolved_data(config.data),
+        partial(encode, options=replace(tokenization(config), cached=False)),
+        batch_size=settings.batch_size,
+        seed=config.seed,
+        shuffle=config.shuffle,
+    )
+
+
+def _read_records(config: Common, accelerator: Accelerator) -> tuple[list[Records], list[Records]]:
+    """Training and held-out records; the main process reads them first, for its cache."""
+    read = partial(
+        load_data,
+        resolved_data(config.data),
+        resolved_data(config.eval_data),
+        seed=config.seed,
+        streaming=config.streaming,
+    )
+    return main_first(accelerator, read)
+
+
+def _placed(
+    config: Common, accelerator: Accelerator, model: nn.Module, make: Callable[..., Any]
+) -> Any:
+    """The policy or scorer of a model, on this rank's device, or in shards of the ranks."""
+    mesh = open_mesh(config, accelerator)
+    if mesh is not None:  # shards find their own device
+        param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+        return make(model, mesh=mesh, param_dtype=param_dtype)
+    quantized = config.quantize is not None or getattr(model, "is_quantized", False)
+    if not quantized:  # bitsandbytes has placed quantized weights
+        model = model.to(accelerator.device)
+    return make(model)
 
 
 def _open_images(

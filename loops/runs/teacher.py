@@ -53,69 +53,102 @@ def open_teacher(
         return None, lambda data: {}
     if context.model.images is not None:
         raise ValueError("teacher: it sees no images so far; train on text alone, or without it")
-    beta = {"forward_kl": 0.0, "reverse_kl": 1.0}.get(config.divergence, config.beta)
-    temperature, policy, accelerator = config.temperature, context.model, context.accelerator
     if model is None and config.model is not None:
         model = load_teacher(context, config)
-    if model is not None and config.top_k is None:
+    if model is None or config.top_k is not None:
+        stored = _Stored(context, config, model)
+        return stored.outputs, stored.columns
 
-        def live(batch: Batch) -> TeacherOutputs:
-            with accelerator.autocast():
-                outputs = model.teacher_outputs(
-                    batch, beta=beta, temperature=temperature, dense=not policy.fused
-                )
-            return replace(outputs, objective=objective_of(config, batch))
-
-        return live, lambda data: {}
-
-    def likeliest(batch: Batch) -> Mapping[str, Tensor]:
-        if model is None:
-            raise DataError(
-                f"teacher.logprobs: {config.logprobs} can't be read; store them again (teacher.top_k)"
+    def live(batch: Batch) -> TeacherOutputs:
+        with context.accelerator.autocast():
+            outputs = model.teacher_outputs(
+                batch,
+                beta=beta_of(config),
+                temperature=config.temperature,
+                dense=not context.model.fused,
             )
-        assert config.top_k is not None
-        # beyond is padding
-        vocab = min(each.plain.config.get_text_config().vocab_size for each in (model, policy))
-        if not 1 <= config.top_k <= vocab:
-            raise ValueError(
-                f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {config.top_k}"
-            )
-        ids, logprobs = model.top_k(batch, k=config.top_k, temperature=temperature, vocab=vocab)
-        return {"ids": ids.int(), "logprobs": logprobs}
+        return replace(outputs, objective=objective_of(config, batch))
 
-    def columns(data: Dataset) -> Mapping[str, Sequence[Tensor]]:
+    return live, lambda data: {}
+
+
+def beta_of(config: Teacher) -> float:
+    """β of the generalized Jensen-Shannon divergence: 0 and 1 are its limits, the two KLs."""
+    limits = {"forward_kl": 0.0, "reverse_kl": 1.0}
+    return limits.get(config.divergence, config.beta)
+
+
+@dataclass
+class _Stored:
+    """A teacher whose likeliest tokens are stored before training.
+
+    Attributes:
+        model: None where they were stored by an earlier run.
+    """
+
+    context: RunContext[Policy]
+    config: Teacher
+    model: Policy | None
+
+    def outputs(self, batch: Batch) -> TeacherOutputs:
+        """The teacher's outputs for a batch, from its columns."""
+        ids = batch.columns["teacher_ids"].long()  # int32 in the file: half of its size
+        return TeacherOutputs(
+            beta_of(self.config),
+            self.config.temperature,
+            top_k=(ids, batch.columns["teacher_logprobs"]),
+            objective=objective_of(self.config, batch),
+        )
+
+    def columns(self, data: Dataset) -> Mapping[str, Sequence[Tensor]]:
+        """The likeliest tokens of every trained token, by the names that `outputs` reads."""
+        config = self.config
+        context = self.context
+        # What a row was made of, so that the file serves other runs on the same data.
         names = [name for name in Example._fields if name in data.column_names]
         metadata = {
-            "temperature": str(temperature),
+            "temperature": str(config.temperature),
             "examples": digest(data.select_columns(names)),
         }
         path = Path(
             config.logprobs or context.directory / f"teacher-{data._fingerprint}.safetensors"
         )
-        feed, own = (
-            context.feed(data, whole=True),
-            context.config.resume and path.with_name("config.yaml").exists(),
-        )
+        own = context.config.resume and path.with_name("config.yaml").exists()
+        reuse = own or bool(config.logprobs)
+        feed = context.feed(data, whole=True)
         tensors, written = stored_tokens(
-            path, feed, likeliest, accelerator, own or bool(config.logprobs), metadata
+            path, feed, self.likeliest, context.accelerator, reuse, metadata
         )
         if written["examples"] != metadata["examples"]:
             raise DataError(
                 f"{path}: these are the teacher's log-probs of other data; store them again (teacher.top_k)"
             )
-        if float(at := written["temperature"]) != temperature:
+        at = written["temperature"]
+        if float(at) != config.temperature:
             raise DataError(
-                f"{path}: stored at temperature {at}, and teacher.temperature is {temperature}; use {at}"
+                f"{path}: stored at temperature {at}, and teacher.temperature is {config.temperature}; use {at}"
             )
         return {f"teacher_{name}": tensors[name] for name in ("ids", "logprobs")}
 
-    def from_columns(batch: Batch) -> TeacherOutputs:
-        ids, logprobs = batch.columns["teacher_ids"], batch.columns["teacher_logprobs"]
-        top_k = ids.long(), logprobs
-        objective = objective_of(config, batch)
-        return TeacherOutputs(beta, temperature, top_k=top_k, objective=objective)
-
-    return from_columns, columns
+    def likeliest(self, batch: Batch) -> Mapping[str, Tensor]:
+        """The k likeliest tokens at every trained token, computed by the teacher."""
+        config = self.config
+        if self.model is None:
+            raise DataError(
+                f"teacher.logprobs: {config.logprobs} can't be read; store them again (teacher.top_k)"
+            )
+        assert config.top_k is not None
+        # The larger of the two has rows of padding beyond the other's vocabulary.
+        both = (self.model, self.context.model)
+        vocab = min(each.plain.config.get_text_config().vocab_size for each in both)
+        if not 1 <= config.top_k <= vocab:
+            raise ValueError(
+                f"teacher.top_k: must be in [1, {vocab}], the size of the vocabulary, got {config.top_k}"
+            )
+        ids, logprobs = self.model.top_k(
+            batch, k=config.top_k, temperature=config.temperature, vocab=vocab
+        )
+        return {"ids": ids.int(), "logprobs": logprobs}
 
 
 def objective_of(
