@@ -1,9 +1,11 @@
 """One benchmark from its arguments to its report, for any ``Operation``."""
 
 import argparse
+import math
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache, partial
 from itertools import product
@@ -163,6 +165,7 @@ def bench(operation: Operation, options: argparse.Namespace, report: Json) -> No
         ValueError: if an option is wrong, before anything is measured.
     """
     isolate = options.device.startswith("cuda") if options.isolate is None else options.isolate
+    warn_if_busy(report["machine"]["load"], os.cpu_count() or 1)
     with closing(Worker(isolate)) as worker:
         absent, plans = plan(operation, options, worker)
         report["unavailable"] |= absent
@@ -179,10 +182,54 @@ def bench(operation: Operation, options: argparse.Namespace, report: Json) -> No
                 say(f"{each.title} is not measured: {error}")
                 report["unavailable"][each.title] = str(error)
                 continue
+            for case in cases:
+                case["rows"] += _lacking(operation, options, absent, each)
+                compare_with_fastest(case)
             report["cases"] += cases
             for case in cases:
                 show(case)
-            save(report, options.output, operation.name)
+            if options.output is not None:
+                save(report, options.output, operation.name)
+
+
+def _lacking(
+    operation: Operation, options: argparse.Namespace, absent: Mapping[str, str], plan: Plan
+) -> list[Json]:
+    """Rows of the providers that were asked for and lack an output of the case."""
+    rows: list[Json] = []
+    for name in options.providers or []:
+        provider = operation.find(name)
+        if name not in absent and not operation.can_give(provider, plan.outputs):
+            reason = operation.lacks(provider, plan.outputs)
+            rows.append({"provider": name, "status": "lacks", "reason": reason, "errors": {}})
+    return rows
+
+
+def compare_with_fastest(case: Json) -> None:
+    """Divide times by those of the fastest provider, if the baseline was not measured."""
+    passed = [row for row in case["rows"] if row["status"] == "measured"]
+    if not passed or any(row["provider"] == case["baseline"] for row in passed):
+        return
+    fastest = min(passed, key=lambda row: float(row["seconds"]["median"]))
+    case["baseline"] = fastest["provider"]
+    for row in passed:
+        rounds, others = row["seconds"]["rounds"], fastest["seconds"]["rounds"]
+        if len(rounds) == len(others):
+            row["ratio"][case["baseline"]] = measure.ratio(rounds, others)
+
+
+def warn_if_busy(load: float | None, cores: int) -> None:
+    """Say so where other work takes more than a quarter of the cores: medians hide little of it."""
+    if load is not None and load > cores / 4:
+        tell(
+            f"this machine is busy: {load:g} processes wanted its {cores} cores in the last minute. Times are of a "
+            "shared machine; ratios within a round are less affected"
+        )
+
+
+def tell(text: str) -> None:
+    """A line about the progress, apart from the tables."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> list[Json]:
@@ -191,6 +238,7 @@ def _isolated(plan: Plan, names: list[str], worker: Worker, patience: float) -> 
     """
     parts, lost = [], []
     for name in names:
+        tell(f"  {plan.title}: {name}")
         worker.prepare(prepared, plan)
         try:
             parts.append({"found": worker.call(measured, plan, [name], seconds=patience)})
@@ -325,6 +373,12 @@ def _truth(*key: Any) -> tuple[dict[str, Tensor], dict[str, float]]:
     return truth, measure.limits(inputs, outputs, truth)
 
 
+def forget() -> None:
+    """Drop the tensors that are kept for further calls: they hold their operation."""
+    _inputs.cache_clear()
+    _truth.cache_clear()
+
+
 def prepared(plan: Plan) -> None:
     """Makes inputs and truth of a case, which are kept for the calls that follow."""
     torch.set_num_threads(plan.threads)
@@ -337,7 +391,9 @@ def measured(plan: Plan, names: Sequence[str]) -> list[Json]:
     inputs = _inputs(*plan[: Plan._fields.index("outputs")])
     rows: dict[str, dict[str, Json]] = {kind: {} for kind in plan.passes}
     for kind, name in product(plan.passes, names):
-        rows[kind][name] = gated(plan, name, inputs, kind)
+        row = rows[kind][name] = gated(plan, name, inputs, kind)
+        worst = max(map(float, row["errors"].values()), default=math.nan)
+        tell(f"  {name}, {kind}: {row.get('reason', f'right, to {worst:.0e}')}")
     if inputs.device.type == "cuda":
         torch.cuda.empty_cache()  # memory of the truth is not for providers to reuse
     cases = [
@@ -403,6 +459,7 @@ def timing(plan: Plan, rows: dict[str, Json], inputs: Inputs, kind: str) -> Json
     """
     operation = inputs.operation
     passed = [name for name, row in rows.items() if row["status"] == "measured"]
+    tell(f"  {kind}: {len(passed)} take turns, {plan.rounds} rounds")
     dtype = measure.fastest_dtype(inputs.dtype, inputs.device)
     products = operation.products(inputs, kind, dtype)
     steps = {

@@ -127,6 +127,17 @@ class Operation:
                 )
         return Inputs(self, tuple(shape), tensors, upstream, dict(settings))
 
+    @property
+    def bare(self) -> tuple[str, ...]:
+        """What a bare function of the tensors gives: one output, of which the loss is the mean."""
+        return (self.mean[0],) if self.mean[0] else self.outputs[:1]
+
+    def lacks(self, provider: Provider, outputs: tuple[str, ...]) -> str:
+        """Why a provider takes no part in a case of these outputs."""
+        absent = ", ".join(name for name in outputs if name not in provider.gives)
+        remedy = "; a Provider says in `gives` what it gives" if ":" in provider.name else ""
+        return f"gives {', '.join(provider.gives)}, and not {absent}{remedy}"
+
     def can_give(self, provider: Provider, outputs: tuple[str, ...]) -> bool:
         return set(outputs) <= set(provider.gives) or (
             outputs == ("loss",) and self.mean[0] in provider.gives
@@ -205,8 +216,11 @@ class Operation:
                 f"provider {name!r} must be a Provider or a function, got {type(loaded).__name__}"
             )
         return Provider(
-            name, lambda *args, **settings: (loaded(*args[:-1], **settings),), (self.mean[0],)
+            name, lambda *args, **settings: (loaded(*args[:-1], **settings),), self.bare
         )
+
+
+OWN: dict[str, Operation] = {}  # operations of this process, while they are measured
 
 
 def named(name: str) -> Operation:
@@ -214,6 +228,8 @@ def named(name: str) -> Operation:
 
     A `ModuleNotFoundError` for one that needs a checkout of the repository.
     """
+    if name in OWN:
+        return OWN[name]
     module = f".peer.{name}" if name == "objectives" else f".{name}"
     operation: Operation = importlib.import_module(module, __package__).OPERATION
     return operation
