@@ -467,9 +467,12 @@ def _surrogate(
         ratio_cap,
     )
     ratio = _ratio(log_ratio)
-    capped, clipped = ratio.clamp(max=ratio_cap), ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -torch.minimum(capped * advantage, clipped * advantage)
+    moved = ratio.clamp(max=ratio_cap) * advantage
     ratio = ratio.detach()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
+    # The minimum of the two. A token at the bound still learns; what torch says of the gradients of
+    # `minimum` and `clamp` there differs by its version.
+    loss = -torch.where(clipped < moved, clipped, moved)
     return loss, {"ratio": ratio, **clip_stats(ratio, advantage, 1 - clip_low, 1 + clip_high)}
 
 

@@ -158,7 +158,7 @@ def test_a_checkpoint_computes_twice_and_changes_no_bit(
     assert recomputed.names == [forward, forward, backward]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of its own torch.jit.script
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # which torch itself calls
 @each_function
 def test_a_forward_mode_derivative_is_an_error_and_not_zero(function: Callable[..., Any]) -> None:
     given = {name: value.detach() for name, value in inputs(5).items()}

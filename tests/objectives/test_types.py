@@ -255,7 +255,7 @@ def test_the_checks_compile_into_one_graph_with_and_without_gradients(
 
 
 # torch's own, as it imports its jvp rules
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_the_checks_stand_in_no_transform_s_way(as_users_run_it: None) -> None:
     inputs = [-torch.rand(5, dtype=torch.float64) for _ in range(4)]
     expected = torch.autograd.grad(
