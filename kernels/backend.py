@@ -38,11 +38,8 @@ def choose_backend(who: str, backend: Backend, like: Tensor) -> Backend:
         case "torch" | "reference":
             return backend
         case "auto":
-            return (
-                "auto"
-                if like.device.type == "cuda" and like.dtype != float64 and _TRITON
-                else "torch"
-            )
+            on_gpu = like.device.type == "cuda"
+            return "auto" if on_gpu and like.dtype != float64 and _TRITON else "torch"
         case "triton" | "fused":
             if like.dtype == float64:
                 raise ValueError(
@@ -97,11 +94,9 @@ def rounded(t: Tensor, dtype: torch.dtype) -> Tensor:
     """``t`` with the digits of another dtype; on the autograd graph it is ``t`` itself: gradients
     are not rounded.
     """
-    return (
-        t
-        if torch.promote_types(t.dtype, dtype) == dtype
-        else t + (t.to(dtype).to(t.dtype) - t).detach()
-    )
+    if torch.promote_types(t.dtype, dtype) == dtype:
+        return t  # it has no more digits than that
+    return t + (t.to(dtype).to(t.dtype) - t).detach()
 
 
 def check_types(who: str, **tensors: object) -> None:
@@ -129,9 +124,10 @@ def check_tensors(
     operators check.
     """
     reference, (first, _) = next(iter(expected.items()))
-    numbers = {
-        name: (value, [len(first)]) for name, value in positive.items() if isinstance(value, Tensor)
-    }
+    numbers = {}
+    for name, value in positive.items():
+        if isinstance(value, Tensor):
+            numbers[name] = (value, [len(first)])
     for name, (tensor, shape) in {**expected, **numbers}.items():
         if list(tensor.shape) != shape:
             raise ValueError(f"{who}: {name} must be {shape}, got {list(tensor.shape)}")
@@ -218,11 +214,8 @@ def check_main_grad(who: str, main_grad: Tensor, weight: Tensor) -> None:
     weight in float64.
     """
     expected = accumulation_dtype(weight.dtype)
-    if (
-        main_grad.dtype != expected
-        or main_grad.shape != weight.shape
-        or main_grad.device != weight.device
-    ):
+    fits = main_grad.shape == weight.shape and main_grad.device == weight.device
+    if main_grad.dtype != expected or not fits:
         got = f"{main_grad.dtype} {list(main_grad.shape)} on {main_grad.device}"
         raise ValueError(
             f"{who}: main_grad must be {expected} {list(weight.shape)} on {weight.device} like weight, got {got}"

@@ -38,6 +38,7 @@ def combine(state: SoftmaxState, target: Tensor, vocab: int, group: str) -> Soft
             rank, or of several.
     """
     shift, total, moment, chosen, linear, squares = state
+    # Sums of e^(z − m_r) can't be added where ranks have different m_r: take all to the largest.
     top = shift.clone()
     dist.all_reduce(top, dist.ReduceOp.MAX, group=_group(group))
     drop = shift - top
@@ -48,6 +49,7 @@ def combine(state: SoftmaxState, target: Tensor, vocab: int, group: str) -> Soft
         parts += [linear[:, 0] + drop * linear[:, 1], linear[:, 1]]
     if squares is not None:
         parts.append(squares * decay.square())
+    # One collective for all of it: a few numbers per row.
     sums = sum_over(torch.cat((torch.stack(parts, 1), chosen, inside), 1), group)
     totals, chosen, holders = torch.split(sums, [len(parts), target.shape[1], target.shape[1]], 1)
     if not (holders == 1).all():

@@ -36,8 +36,11 @@ HERE = Path(__file__).resolve().parent
 # transformers looks for `kernels`
 sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != HERE]
 ROOT = Path(pkgutil.resolve_name("burnish").__file__).parent
-for tests in (ROOT / "tests", HERE):  # those of an earlier tree may lie in one folder
-    sys.path += [str(tests / "support"), *map(str, (tests / "support").glob("*/"))]
+for support in (ROOT / "tests" / "support", HERE / "support"):
+    if any(support.glob("*.py")):  # of an earlier tree, whose modules lie in one folder
+        sys.path.append(str(support))
+    # Not the folder of folders: its torchvision would be taken for the package of this name.
+    sys.path += map(str, support.glob("*/"))
 
 PARTS = {  # what a command names by @
     "steps": "--model @model --steps 3 --learning_rate 1e-3 --micro_tokens 160",

@@ -262,7 +262,8 @@ def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
             tensors = _own_tensors(module, dequantize=f"{name}.weight" not in known)
         for kind, tensor in tensors.items():
             place = f"{name}.{kind}" if name else kind
-            if place not in known:  # an adapted layer comes before the layer inside it
+            # An adapted layer comes before the layer inside it, whose weight is not merged.
+            if place not in known:
                 known.add(place)
                 yield place, tensor
 

@@ -49,6 +49,7 @@ class Columns:
         mine = rows.mine
         assert mine is not None
 
+        # Values of the others are constants here: each rank's loss sends gradients to its own.
         def gathered(own: Tensor) -> Tensor:
             every = own.new_zeros(len(mine), *own.shape[1:]).index_put((mine,), own.detach())
             dist.all_reduce(every, group=self.group)

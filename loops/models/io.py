@@ -574,7 +574,8 @@ def write_model(
         return
     dtype = getattr(policy.plain, "stored_dtype", None)
     weights: dict[str, Tensor] = {}
-    for name, weight in named_weights(policy, dtype, tied=False):  # on every rank: it gathers
+    # On every rank, which gathering needs; only the one that writes keeps them, in host memory.
+    for name, weight in named_weights(policy, dtype, tied=False):
         if write:
             weights[name] = weight.detach().cpu()
     if isinstance(policy.model, PeftModel) and adapter is not None:
@@ -625,7 +626,7 @@ def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
 def _assembled(like: PreTrainedModel, weights: Mapping[str, Tensor]) -> Any:
     """A plain model of the same architecture with these weights."""
     config = copy.deepcopy(like.config)
-    vars(config).pop("quantization_config", None)
+    vars(config).pop("quantization_config", None)  # merged weights are plain
     with torch.device("meta"):
         model: Any = type(like)(config)
     tied_to = model.all_tied_weights_keys

@@ -214,7 +214,7 @@ def _forward(
     """In place of the head's own ``forward``, which it is where neither targets nor exact logits
     are asked for.
     """
-    if target is None and not exact_logits:
+    if target is None and not exact_logits:  # of ``generate``, or anybody else's
         return original(hidden, *args)
     try:
         factors = operands(head, transform, hidden, gather=target is None)
@@ -354,6 +354,7 @@ def _shard(head: nn.Module, weight: Tensor, hidden: Tensor) -> Shard | None:
     if is_whole:
         return None
     assert isinstance(weight, DTensor)
+    # As torch splits a dimension: equal pieces, rounded up, and what is left for the last ranks.
     mesh = weight.device_mesh
     rows = -(-len(weight) // mesh.size())
     return Shard(mesh.get_group(), min(mesh.get_local_rank() * rows, len(weight)))

@@ -129,6 +129,7 @@ class Policy(Backbone):
             teacher = teacher and teacher.at(rows.mine)
             if isinstance(temperature, Tensor) and temperature.ndim:
                 temperature = temperature[rows.mine]
+        # A model of its own, with rows of its own: a scorer reads tokens at other positions.
         value = None if self.critic is None else self.critic(batch)
         if self.fused:
             # The base class's method: FSDP has gathered the weights already, and would let go of

@@ -95,6 +95,7 @@ def shard(
         unit: Any = fully_shard(
             module, mesh=unit_mesh, mp_policy=precision, reshard_after_forward=True
         )
+        # A loss is a sum over all ranks already, see `burnish.loops.batch`: no mean of gradients.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     for method in methods:
@@ -194,6 +195,7 @@ def _places(
                 element = torch.full(
                     (), math.nan, dtype=known[key].dtype if key in known else dtype
                 )
+                # One number in memory, whatever the shape: transformers moves and ties it as usual.
                 entries[key] = element.expand(stored.get_shape())
                 places[element.data_ptr()] = (str(file), key)
     return entries, places
@@ -219,6 +221,7 @@ def _read_shards(unit: nn.Module, mesh: DeviceMesh, *, all_rows: bool) -> None:
 
     The other rows stay unset: `fully_shard` drops them.
     """
+    # FSDP splits the first dimension, in pieces of one size but for the last.
     shards = 1 if all_rows else mesh.size(mesh.ndim - 1)
     rank = 0 if all_rows else mesh.get_local_rank(mesh.ndim - 1)
     read: dict[Tensor, nn.Parameter] = {}

@@ -107,6 +107,7 @@ class Simulation(TorchDispatchMode):
             return args[0].fake_device
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            # Its shape and dtype, by torch's own rules for each operator.
             result = self._compute_fake(func, args, kwargs)
         elif _has_no_values(func._overloadpacket, args, kwargs, tensors):
             with self._fake:
@@ -151,6 +152,7 @@ class Simulation(TorchDispatchMode):
         if address in self._storages or tensor.device.type == "meta":
             return
 
+        # Called when Python drops the last reference, as memory would be freed in a run.
         def freed(reference: object) -> None:
             self._set(address, label, 0)
             del self._storages[address]

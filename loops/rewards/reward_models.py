@@ -145,7 +145,7 @@ class ProcessRewardModel:
         return str(self.tokenizer.decode(tokens))
 
 
-class Judge(NamedTuple):
+class _Kind(NamedTuple):
     """What `transformers` calls a kind of reward model, and what it scores."""
 
     auto: Any
@@ -153,11 +153,11 @@ class Judge(NamedTuple):
     scores: str
 
 
-JUDGES = {
-    "reward_model": Judge(
+_KINDS = {
+    "reward_model": _Kind(
         AutoModelForSequenceClassification, "ForSequenceClassification", "whole completions"
     ),
-    "prm": Judge(AutoModelForTokenClassification, "ForTokenClassification", "their steps"),
+    "prm": _Kind(AutoModelForTokenClassification, "ForTokenClassification", "their steps"),
 }
 
 
@@ -170,7 +170,7 @@ def load_scorer(
         ValueError: if the model is of the other kind, if its head is in none of its files, or at
             the first token of the policy that it reads as another one, or does not know.
     """
-    judge = JUDGES[who]
+    judge = _KINDS[who]
     with as_setting_error(f"{who}: {model}"):
         _refuse_other_kind(who, AutoConfig.from_pretrained(model))
         wanted = f"a model that scores {judge.scores}, a ...{judge.architecture} of transformers"
@@ -193,9 +193,9 @@ def _refuse_other_kind(who: str, config: object) -> None:
     other.
     """
     for saved in getattr(config, "architectures", None) or ():
-        for other, judge in JUDGES.items():
+        for other, judge in _KINDS.items():
             if other != who and saved.endswith(judge.architecture):
                 raise ValueError(
                     f"it is a {saved}, which scores {judge.scores}, and {who} needs one that scores "
-                    f"{JUDGES[who].scores}; name it as {other}: {{model: ...}}"
+                    f"{_KINDS[who].scores}; name it as {other}: {{model: ...}}"
                 )

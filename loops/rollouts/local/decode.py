@@ -181,6 +181,7 @@ def _draw(
     if any(_cuts(kind) for kind in kinds):
         logits = _likeliest(logits, top_k.masked_fill(greedy, 0.0), top_p.masked_fill(greedy, 1.0))
     highest = logits.amax(-1, keepdim=True)
+    # In float64: a sum of 150,000 numbers in float32 would shift which token a number falls on.
     cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     token = torch.searchsorted(cumulative, number * total, right=True).clamp_(

@@ -132,6 +132,7 @@ class ContinuousBatch(Cache):
         )[:, None]
         self.width = int(self.length.max()) + 1
         self._reserve(self.width)
+        # Rows end at different columns; 0 where a row has a token, the lowest number beyond it.
         hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
         mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)
@@ -154,6 +155,7 @@ class ContinuousBatch(Cache):
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Write one token per row where the row ends; returns what has been written so far."""
+        # transformers calls this in every layer, in place of its own cache's method.
         keys = self.stores[2 * layer_idx]
         values = self.stores[2 * layer_idx + 1]
         keys[self.row, :, self.length] = key_states[:, :, 0].to(keys.dtype)
@@ -172,6 +174,7 @@ class ContinuousBatch(Cache):
         kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
         if len(kept) == len(self.sequences):
             return
+        # Rows 0, 2 and 5 of six are kept: row 5 moves to 1, so that little is copied.
         order = list(range(len(kept)))
         gaps = sorted(set(order) - set(kept))
         moved = [row for row in kept if row >= len(kept)]

@@ -63,7 +63,7 @@ class LocalSource:
         self.vocab: int = vocab or min(config.vocab_size, known)
         self.context: int | None = getattr(config, "max_position_embeddings", None)
         self.runner = ModelRunner(self.policy, self.vocab, context)
-        if cache_bytes is None:
+        if cache_bytes is None:  # asked now, before training takes memory
             cache_bytes = free_share(self.policy.device)
         self._make_batch = choose_batch(self.runner, cache_bytes)
         self._version = version
@@ -140,7 +140,7 @@ class LocalSource:
                     if not queue:
                         return
                     batch = self._make_batch(queue[0].max_length)
-                elif read_version != self._version:
+                elif read_version != self._version:  # a detached copy got new weights
                     batch = self._read_again(batch.sequences)
                 count = batch.admit(queue)
                 joining = queue[:count]

@@ -73,9 +73,8 @@ class VLLMClient:
             raise ValueError(
                 f"vllm: the server's address must look like http://127.0.0.1:8000, got {without_login!r}"
             )
-        if key is not None and not (
-            key.isascii() and key.isprintable() and key.strip() == key != ""
-        ):
+        # A line break in a key would begin a further header.
+        if key is not None and not _fits_header(key):
             raise ValueError(
                 "vllm.api_key: wanted visible ASCII characters, as a header can hold them"
             )
@@ -179,7 +178,8 @@ class VLLMClient:
             SourceError: if it is not healthy by then, or at once if it wants another key.
         """
         until = time.monotonic() + seconds
-        left, warned = seconds, False
+        left = seconds
+        warned = False
         while left > 0:
             try:
                 await self._call("/health", None, min(5.0, left))
@@ -248,6 +248,10 @@ class VLLMClient:
         if status == 401:
             message += "; set vllm.api_key to the key that the server was started with"
         return Rejected(f"{who} answered {status}: {message}", status)
+
+
+def _fits_header(text: str) -> bool:
+    return text.isascii() and text.isprintable() and text.strip() == text != ""
 
 
 async def _read(response: httpx2.Response, largest: int, who: str) -> bytes:

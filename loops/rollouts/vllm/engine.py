@@ -88,9 +88,12 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        self._llm, self._engine = llm, llm.llm_engine
+        self._llm = llm
+        self._engine = llm.llm_engine
+        # A completion comes once, when it is whole.
         self._params = functools.partial(SamplingParams, output_kind=RequestOutputKind.FINAL_ONLY)
-        self.updates, self._check_weights = Files(directory), parameter_check(config)
+        self.updates = Files(directory)
+        self._check_weights = parameter_check(config)
         self.tokenizer = tokenizer
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
@@ -159,13 +162,13 @@ class VLLMEngine:
             del self._waiting[name]
             if output is None:
                 self._engine.abort_request([name])
-        drawn = [
-            next((token, float(entry.logprob)) for token, entry in top.items())
-            for top in output.logprobs
-        ]
-        spans = self.updates.spans(
-            [(span.version, span.start, span.end) for span in output.weight_versions], None
-        )
+        drawn: list[tuple[int, float]] = []
+        for top in output.logprobs:
+            # vLLM lists the drawn token first, and with ``logprobs: 0`` alone: {id: Logprob}
+            token, entry = next(iter(top.items()))
+            drawn.append((token, float(entry.logprob)))
+        labels = [(span.version, span.start, span.end) for span in output.weight_versions]
+        spans = self.updates.spans(labels, None)
         return to_sample(
             request,
             index,
@@ -190,11 +193,9 @@ class VLLMEngine:
                     if output.finished and completion is not None and not completion.done():
                         completion.set_result(output.outputs[0])
                 await asyncio.sleep(0)
-            if (
-                self._llm.model_config.enable_sleep_mode
-                and not self._engine.has_unfinished_requests()
-            ):
-                self._llm.sleep(level=1)
+            may_sleep = self._llm.model_config.enable_sleep_mode
+            if may_sleep and not self._engine.has_unfinished_requests():
+                self._llm.sleep(level=1)  # weights go to host memory, the cache is dropped
                 self._asleep = True
         except Exception as error:
             self._fail(error)

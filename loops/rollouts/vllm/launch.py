@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import httpx2
@@ -138,10 +138,9 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         parser.add_argument("--gpu-memory-utilization")
         for name in UNSAFE:
             parser.add_argument("--" + name.replace("_", "-"))
-        chosen, environment = parser.parse_known_args(flags)[0], environment or {}
-        refuse_unsafe(
-            {name: value for name in UNSAFE if (value := getattr(chosen, name)) is not None}
-        )
+        chosen, _ = parser.parse_known_args(flags)
+        environment = environment or {}
+        refuse_unsafe([name for name in UNSAFE if getattr(chosen, name) is not None])
         port = chosen.port or free_port()
         has_share = chosen.gpu_memory_utilization or "CUDA_VISIBLE_DEVICES" in environment
         self.url = f"http://{_reached_at(host)}:{port}"
@@ -175,9 +174,10 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        inherited = {
-            name: value for name, value in os.environ.items() if not re.match(_OF_RANKS, name)
-        }
+        inherited = {}
+        for name, value in os.environ.items():
+            if not re.match(_OF_RANKS, name):
+                inherited[name] = value
         # In the environment, which other users can't read, and not among the arguments, which all
         # see in the list of processes.
         self._environment = {
@@ -196,9 +196,9 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
     @property
     def pid(self) -> int | None:
         """The leader of its process group; None if it is not running."""
-        return (
-            None if self._process is None or self._process.poll() is not None else self._process.pid
-        )
+        if self._process is None or self._process.poll() is not None:
+            return None
+        return self._process.pid
 
     def restart(self) -> None:
         """End it if it runs, start it, and wait until it is healthy.
@@ -265,20 +265,24 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         """The message, with the first error in its log after so many bytes and its fix, or else
         with its last lines.
         """
+        # Earlier starts have added to the same file.
         text = self.log.read_bytes()[before:].decode(errors="replace")
-        if (found := first_error(text)) is None:
-            cause = f"; its log, {self.log}, ends with:\n" + "\n".join(text.splitlines()[-30:])
+        found = first_error(text)
+        if found is None:
+            last_lines = "\n".join(text.splitlines()[-30:])
+            cause = f"; its log, {self.log}, ends with:\n{last_lines}"
         else:
             error, fix = found
-            cause = f": {error}\n{f'To fix it, {fix}. ' if fix else ''}Its log is {self.log}"
+            advice = f"To fix it, {fix}. " if fix else ""
+            cause = f": {error}\n{advice}Its log is {self.log}"
         return f"vllm: the server did not start ({why}){cause}"
 
 
-def refuse_unsafe(options: Mapping[str, object]) -> None:
+def refuse_unsafe(options: Iterable[str]) -> None:
     """Raise ValueError for options of vLLM that would open the server, or show its key.
 
     Args:
-        options: by vLLM's names, with underscores or hyphens.
+        options: vLLM's names of them, with underscores or hyphens.
     """
     for name in options:
         if reason := UNSAFE.get(name.replace("-", "_")):
@@ -302,9 +306,16 @@ def first_error(log: str) -> tuple[str, str | None] | None:
     lines = [match.groups() for line in log.splitlines() if (match := _LINE.match(line))]
     for i, (level, text) in enumerate(lines):
         if _ERROR.match(text) and level in (None, "ERROR", "CRITICAL"):
-            explanation = itertools.takewhile(
-                _EXPLANATION.match, (line for _, line in lines[i + 1 : i + 6])
-            )
+            following = [line for _, line in lines[i + 1 : i + 6]]
+            explanation = itertools.takewhile(_EXPLANATION.match, following)
             error = "\n".join([text, *explanation])
-            return error, next((fix for pattern, fix in _FIXES if re.search(pattern, error)), None)
+            return error, _fix_of(error)
+    return None
+
+
+def _fix_of(error: str) -> str | None:
+    """What a user of the command line can do about an error; None where it is not known."""
+    for pattern, fix in _FIXES:
+        if re.search(pattern, error):
+            return fix
     return None

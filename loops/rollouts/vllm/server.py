@@ -51,10 +51,10 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
             f"temperature: vLLM samples at 0.01 or above, got {sampling.temperature:g}; or set it to 0"
         )
     return {
-        **{
-            name: getattr(sampling, name)
-            for name in ("max_tokens", "temperature", "top_p", "top_k")
-        },
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,  # only what the request calls a stop token is one
         "seed": seed,
@@ -166,7 +166,10 @@ class VLLMServer:
     ) -> None:
         self.updates = Files() if updates is None else updates
         self.dtype = dtype
-        self._patience, self._revive, self._end, self._versions = patience, revive, end, versions
+        self._patience = patience
+        self._revive = revive
+        self._end = end
+        self._versions = versions
         self._meeting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
             WeakKeyDictionary()
         )
@@ -339,12 +342,10 @@ class VLLMServers:
 
     def __init__(self, servers: Sequence[VLLMServer]) -> None:
         first = servers[0]
-        self.servers, self.config, self.tokenizer, self.vocab = (
-            servers,
-            first.config,
-            first.tokenizer,
-            first.vocab,
-        )
+        self.servers = servers
+        self.config = first.config
+        self.tokenizer = first.tokenizer
+        self.vocab = first.vocab
         self.context = min(server.context for server in servers)
         self._ready: list[VLLMServer] = []  # with the weights that were published last
         self._version: int | None = None
