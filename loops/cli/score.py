@@ -99,7 +99,7 @@ def run(words: Sequence[str]) -> None:
         raise ValueError(f"micro_tokens: wanted at least 1, got {options.micro_tokens}")
     if options.out is not None and options.out.exists():
         raise ValueError(f"{options.out} is there already; remove it, or name another file")
-    judge = open_judge(model_of(options.model), options.how, options.micro_tokens)
+    judge = open_scoring_model(model_of(options.model), options.how, options.micro_tokens)
     samples = _samples_in(options.data)
     if options.reward is not None and (samples is None or options.best is None):
         raise ValueError("reward: compares the samples of a run; give its samples.jsonl and --best")
@@ -114,7 +114,7 @@ def run(words: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Judge:
+class ScoringModel:
     """A model that scores, its tokenizer, and how.
 
     Attributes:
@@ -132,7 +132,7 @@ class Judge:
     micro_tokens: int
 
 
-def open_judge(name: str, how: How, micro_tokens: int) -> Judge:
+def open_scoring_model(name: str, how: How, micro_tokens: int) -> ScoringModel:
     """Load a model that scores, by the kind that its configuration names."""
     with as_setting_error(f"model: {name}"):
         config = AutoConfig.from_pretrained(name)
@@ -145,7 +145,7 @@ def open_judge(name: str, how: How, micro_tokens: int) -> Judge:
         model = Policy(plain.requires_grad_(False).eval().to(DEVICE))
     else:
         model, _ = load_scorer(kind, name, tokenizer, DEVICE)
-    return Judge(kind, name, tokenizer, model, how, micro_tokens)
+    return ScoringModel(kind, name, tokenizer, model, how, micro_tokens)
 
 
 def _kind(config: Any) -> Kind:
@@ -172,7 +172,7 @@ def _samples_in(data: str) -> list[Sample] | None:
     return list(read_samples(path))
 
 
-def score_rows(judge: Judge, data: Any) -> Iterator[dict[str, Any]]:
+def score_rows(judge: ScoringModel, data: Any) -> Iterator[dict[str, Any]]:
     """The rows of the data, with what the model says of each.
 
     Raises:
@@ -243,7 +243,7 @@ def _of_row(kind: Kind, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"logprob": logprob, "logprob_mean": logprob / tokens, "tokens": tokens}
 
 
-def _score_steps(judge: Judge, records: Any) -> Iterator[dict[str, Any]]:
+def _score_steps(judge: ScoringModel, records: Any) -> Iterator[dict[str, Any]]:
     names = set(records.dataset.column_names)
     if not {"prompt", "completions"} <= names:
         raise DataError(
@@ -265,7 +265,7 @@ def _score_steps(judge: Judge, records: Any) -> Iterator[dict[str, Any]]:
         yield {**row, **fields}
 
 
-def _scored(judge: Judge, examples: Sequence[Example]) -> list[dict[str, Any]]:
+def _scored(judge: ScoringModel, examples: Sequence[Example]) -> list[dict[str, Any]]:
     """The fields of each completion, in the order of the examples."""
     pad = judge.model.plain.config.get_text_config().pad_token_id
     if judge.kind == "reward_model":
@@ -323,7 +323,7 @@ _FIELDS_OF: dict[Kind, Callable[[Tensor, How], dict[str, Any]]] = {
 
 
 def score_samples(
-    judge: Judge, samples: Sequence[Sample], reward: str | None = None
+    judge: ScoringModel, samples: Sequence[Sample], reward: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The samples of a run as prompts and completions in text, with what the model says of their
     tokens. Those without a token, and those that have no score, are left out.
