@@ -72,6 +72,7 @@ class ChatTurns:
     def _common_end(self, messages: Sequence[Message]) -> list[int]:
         first = self._after(_REPLIES[0], messages)
         second = self._after(_REPLIES[1], messages)
+        # The common end: what is the same after "yes" and after "no" does not depend on a reply.
         shared = common_prefix(first[::-1], second[::-1])
         answered = first[: len(first) - shared]
         suffix = first[len(first) - shared :]

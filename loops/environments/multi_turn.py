@@ -125,6 +125,7 @@ class MultiTurnSource:
         samples = await gather_or_cancel(
             self._converse(request, index) for index in request.indices
         )
+        # A conversation whose environment never came up has no prompt: give it its siblings'.
         begun = [sample for sample in samples if sample.tokens]
         prompt = begun[0].prompt if begun else request.prompt
         for sample in samples:

@@ -432,6 +432,7 @@ async def within(seconds: float, coroutine: Coroutine[Any, Any, T]) -> T:
     """The coroutine's result, or `OutOfTime`: then it is cancelled without waiting, because it
     might ignore that.
     """
+    # Not `asyncio.wait_for`, which waits until a cancelled coroutine has ended.
     task = asyncio.ensure_future(coroutine)
     # if given up, nothing else retrieves it
     task.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -62,6 +62,7 @@ class Watchdog:
         if not faulthandler.is_enabled():
             # it prints the stack of a crash, and of the signal by which the run is ended
             faulthandler.enable()
+        # -I and -S: nothing of the user's environment, and no packages, so that it starts at once.
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None

@@ -8,9 +8,8 @@ rollout, over all of it and on every rank alike, so that the split into micro-ba
 not matter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, compress
-from typing import Any
 from zlib import crc32
 
 import torch
@@ -22,8 +21,11 @@ from ...data import Example, balanced
 from ...objectives import sequence_sum
 from ..batch import Batch, NamedColumns, collate
 from ..models.rows import Layout
+from ..rewards.scoring import RewardFunction
 from ..rewards.table import RewardTable, score
 from ..rollouts.sample import Row, Sample
+
+Rewards = Sequence[RewardFunction | Callable[..., object]]
 
 
 class RolloutBuffer:
@@ -57,6 +59,7 @@ class RolloutBuffer:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         groups = [[group] if isinstance(group, Sample) else group for group in samples]
+        # In one order everywhere: sources complete in any order, and columns follow this one.
         self.samples = sorted(
             chain.from_iterable(groups), key=lambda sample: (sample.task, sample.index)
         )
@@ -72,9 +75,8 @@ class RolloutBuffer:
         # a plain dict: checkpoints are read without running code
         self.columns: dict[str, Tensor] = {}
         if version is None:
-            version = max(
-                (span.version for sample in self.samples for span in sample.spans), default=0
-            )
+            spans = chain.from_iterable(sample.spans for sample in self.samples)
+            version = max((span.version for span in spans), default=0)
         self.version = version
         logprobs: list[float] = []
         ages: list[int] = []
@@ -84,10 +86,8 @@ class RolloutBuffer:
                 age[span.start : span.end] = [version - span.version] * (span.end - span.start)
             logprobs += compress(sample.logprobs, sample.trained)
             ages += compress(age, sample.trained)
-        self["sampled_logp"], self["age"] = (
-            torch.tensor(logprobs, dtype=dtype),
-            torch.tensor(ages, dtype=dtype),
-        )
+        self["sampled_logp"] = torch.tensor(logprobs, dtype=dtype)
+        self["age"] = torch.tensor(ages, dtype=dtype)
         untrained = ("aborted", "length") if mask_truncated else ("aborted",)
         self.mask([sample.finish in untrained for sample in self.samples])
 
@@ -119,7 +119,7 @@ class RolloutBuffer:
         """float64 [completions], the weighted sum of the scores; NaN where there is none."""
         return self.scores.total
 
-    def score(self, rewards: Sequence[Any], rows: Sequence[Row] | None = None) -> RewardTable:
+    def score(self, rewards: Rewards, rows: Sequence[Row] | None = None) -> RewardTable:
         """Score the completions, and mask those without a score.
 
         See `burnish.loops.rewards.score`.
@@ -131,6 +131,7 @@ class RolloutBuffer:
 
     def mask(self, masked: Sequence[bool]) -> None:
         """Train on no token of these completions."""
+        # Tokens that train no more leave all columns: a batch has an entry per trained token.
         kept = ~torch.tensor(masked, dtype=torch.bool)[self.sequence]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
         self.sequence = self.sequence[kept]
@@ -150,15 +151,13 @@ class RolloutBuffer:
         one, so that the prompt is computed once, unless it exceeds ``max_tokens``."""
         groups: dict[int, list[list[int]]] = {}
         for i, sample in enumerate(self.samples):
-            if any(self.trained[i]):
-                examples = groups.setdefault(sample.task, [[]])
-                if (
-                    examples[-1]
-                    and max_tokens is not None
-                    and self._cost([*examples[-1], i], layout) > max_tokens
-                ):
-                    examples.append([])
-                examples[-1].append(i)
+            if not any(self.trained[i]):
+                continue
+            examples = groups.setdefault(sample.task, [[]])
+            last = examples[-1]
+            if last and max_tokens is not None and self._cost([*last, i], layout) > max_tokens:
+                examples.append([])
+            examples[-1].append(i)
         return list(groups.values())
 
     def micro_batches(
@@ -183,10 +182,8 @@ class RolloutBuffer:
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"rollout: max_tokens must be >= 1, got {max_tokens}")
         if examples is None:
-            examples = [
-                example for group in self.split_groups(max_tokens, layout) for example in group
-            ]
-        process: Any = accelerator or PartialState()
+            examples = list(chain.from_iterable(self.split_groups(max_tokens, layout)))
+        process = accelerator or PartialState()  # which knows the ranks without an accelerator
         plan = balanced(
             [self._cost(example, layout) for example in examples], process.num_processes, max_tokens
         )
@@ -216,9 +213,9 @@ class RolloutBuffer:
         """Raise ValueError if ranks plan other micro-batches, or hold other completions or scores,
         than each other.
         """
-        content = repr(
-            (plan, self.lengths.tolist(), [sum(sample.tokens) for sample in self.samples])
-        )
+        # A checksum: the whole would be megabytes from every rank in every step.
+        tokens = [sum(sample.tokens) for sample in self.samples]
+        content = repr((plan, self.lengths.tolist(), tokens))
         of_ranks = gather_object([(crc32(content.encode()), self.reward.tolist())])
         alike = len({checksum for checksum, _ in of_ranks}) == 1
         if alike and len(self):

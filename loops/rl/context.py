@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 from accelerate import Accelerator
@@ -91,20 +92,17 @@ class RLContext:
             for task, prompt in enumerate(eval_data["prompt"])
         ]
         try:
-            samples = [
-                sample
-                for group in await asyncio.gather(*map(source.sample, requests))
-                for sample in group
-            ]
+            groups = await asyncio.gather(*map(source.sample, requests))
         finally:
             await source.close()
+        samples = list(chain.from_iterable(groups))
         await score_samples(self.rewards, rows, samples)
         metrics = reward_metrics(score(self.rewards, samples))
-        return {
-            name: value
-            for name, value in metrics.items()
-            if "zero_std" not in name and name != "reward_std"
-        }
+        # With one completion of each prompt, nothing varies within a group.
+        of_groups = [name for name in metrics if "zero_std" in name or name == "reward_std"]
+        for name in of_groups:
+            del metrics[name]
+        return metrics
 
 
 def open_rl(

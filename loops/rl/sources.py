@@ -45,11 +45,10 @@ def check_sampling(config: SamplingConfig) -> None:
         return
     if config.vllm.updates == "adapters" and config.lora.enabled:
         adapter = vars(config.lora) | config.lora.kwargs
-        if (
-            config.lora.path is not None
-            and (stored := Path(config.lora.path, "adapter_config.json")).exists()
-        ):
-            adapter = json.loads(stored.read_text())
+        if config.lora.path is not None:
+            stored = Path(config.lora.path, "adapter_config.json")
+            if stored.exists():  # what is missing is told where the adapter is loaded
+                adapter = json.loads(stored.read_text())
         needed = max_lora_rank(adapter)
         largest = config.vllm.options.get("max_lora_rank", needed)
         if largest < adapter["r"]:
@@ -217,6 +216,7 @@ def open_updates(run: RunContext[Policy]) -> Files | Nccl | Adapters:
             return Nccl(config.vllm.trainer_address)
         case "adapters":
             peft: Any = run.model.model
+            # One version per step that a completion may lag behind, the newest, and the next.
             return Adapters(directory, peft.peft_config["default"], loaded=config.max_staleness + 2)
 
 
