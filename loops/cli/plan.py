@@ -1,5 +1,4 @@
-"""``burnish plan <recipe> [--config file.yaml] [--any.field value] [--gpus 8x80GB]``, and
-``--dry_run`` of a recipe.
+"""``burnish plan <recipe> [--gpus 8x80GB]``, and ``--dry_run`` of a recipe.
 
 Do everything of a run that comes before its first step, but on models without weights: read the
 configuration and the data, encode it, find rewards, teacher and environment. Then simulate a step
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..config import Common
 from ..recipes import opener
 from .rehearsal import Rehearsal, rehearse
 
@@ -23,36 +23,43 @@ CONTEXT = 1_000_000_000
 USABLE = 0.95  # of the rest; fragments between allocations take some
 
 
-def show(recipe: str, config: Any, gpus: str | None) -> bool:
-    """Print the plan of a run and, if it does not fit, the savings of each setting; returns True if
-    it fits.
+def show(recipe: str, config: Common, gpus: str | None) -> bool:
+    """Print the plan of a run and, if it does not fit, what each setting would save.
+
+    Returns:
+        True if it fits, or no GPU says how much would.
 
     Raises:
         ValueError: what is wrong with the run.
     """
     if int(os.environ.get("RANK") or 0):
         return True  # the first one plans for all
-    ranks, capacity = gpus_of(gpus) if gpus else (None, None)
-    if not gpus and torch.cuda.is_available():
+    ranks: int | None = None
+    capacity: int | None = None
+    if gpus:
+        ranks, capacity = gpus_of(gpus)
+    elif torch.cuda.is_available():
         capacity = torch.cuda.get_device_properties(0).total_memory
     planned = rehearse(opener(recipe), config, ranks, capacity)
     print(table(planned))
     if capacity is None:
         return True
     usable = USABLE * (capacity - CONTEXT)
-    fits, room = planned.total <= usable, f"{_gb(usable)} GB of {_gb(capacity)} can be used."
-    print(f"It fits: {room}" if fits else f"It does NOT FIT: {room} Each of these would change it:")
-    for setting, changed in () if fits else alternatives(config, planned.ranks):
+    room = f"{_gb(usable)} GB of {_gb(capacity)} can be used."
+    if planned.total <= usable:
+        print(f"It fits: {room}")
+        return True
+    print(f"It does NOT FIT: {room} Each of these would change it:")
+    for setting, changed in alternatives(config, planned.ranks):
         try:
             total = rehearse(opener(recipe), changed, planned.ranks, capacity).total
         except ValueError as error:
             print(f"  --{setting:30} {error}")
-        else:
-            verdict = "fits" if total <= usable else "does not fit"
-            print(
-                f"  --{setting:30} {_gb(planned.total - total)} GB less, {_gb(total)} GB: {verdict}"
-            )
-    return fits
+            continue
+        saved = f"{_gb(planned.total - total)} GB less, {_gb(total)} GB"
+        verdict = "fits" if total <= usable else "does not fit"
+        print(f"  --{setting:30} {saved}: {verdict}")
+    return False
 
 
 def gpus_of(text: str) -> tuple[int, int]:
@@ -68,26 +75,30 @@ def gpus_of(text: str) -> tuple[int, int]:
     return int(size[1] or 1), int(float(size[2]) * unit)
 
 
-def alternatives(config: Any, ranks: int) -> Iterator[tuple[str, Any]]:
+def alternatives(config: Common, ranks: int) -> Iterator[tuple[str, Common]]:
     """Settings that reduce memory, the cheapest first, and the configuration with each."""
     for name, value in _cheaper(config, ranks).items():
-        group, dot, field = name.partition(".")
-        if not hasattr(config, group):  # not of this recipe
+        field, dot, inner = name.partition(".")
+        if not hasattr(config, field):  # not of this recipe
             continue
-        setting = replace(getattr(config, group), **{field: value}) if dot else value
+        setting: Any = value
+        if dot:
+            group: Any = getattr(config, field)
+            setting = replace(group, **{inner: value})
         try:
-            changed = replace(config, **{group: setting})
+            changed = replace(config, **{field: setting})
         except ValueError:  # this recipe takes other values
             continue
-        yield f"{name} {str(value).lower() if value is True else value}", changed
+        written = "true" if value is True else value  # as on the command line
+        yield f"{name} {written}", changed
 
 
-def _cheaper(config: Any, ranks: int) -> dict[str, Any]:
+def _cheaper(config: Common, ranks: int) -> dict[str, object]:
     """A value that takes less memory for each setting that has one, the cheapest change first."""
     whole = not (config.lora.enabled or config.quantize)
     shards = ranks // config.parallel.ranks_per_batch
     tokens = config.micro_tokens or 8192
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     if config.dtype != "bfloat16":
         values["dtype"] = "bfloat16"
     if config.parallel.dp_shard_size < shards:
@@ -111,19 +122,23 @@ def _cheaper(config: Any, ranks: int) -> dict[str, Any]:
 
 def table(planned: Rehearsal) -> str:
     """Plain text: the run, and the memory of a rank by what it is for."""
-    batches = (
-        f"{planned.micro_batches} micro-batches" if planned.micro_batches > 1 else "one micro-batch"
-    )
+    parameters = f"{planned.parameters:,}, {planned.trained:,} of them trained"
+    ranks = "1 rank" if planned.ranks == 1 else f"{planned.ranks} ranks"
+    batches = "one micro-batch"
+    if planned.micro_batches > 1:
+        batches = f"{planned.micro_batches} micro-batches"
+    step = f"{planned.tokens:,.0f} tokens, on {ranks}, {batches} each"
     lines = [
-        f"parameters     {planned.parameters:,}, {planned.trained:,} of them trained; rows are {planned.layout}",
-        f"steps          {planned.steps:,} of {planned.tokens:,.0f} tokens, on {planned.ranks} "
-        f"rank{'s' * (planned.ranks > 1)}, {batches} each of at most {planned.largest:,} tokens",
+        f"parameters     {parameters}; rows are {planned.layout}",
+        f"steps          {planned.steps:,} of {step} of at most {planned.largest:,} tokens",
+        "",
+        "memory of a rank at its peak, GB",
     ]
-    lines += ["", "memory of a rank at its peak, GB"]
-    lines += [
-        f"  {label:30}{_gb(size):>9}" for label, size in planned.memory.most_common() if size >= 5e5
-    ]
-    return "\n".join([*lines, f"  {'total':30}{_gb(planned.total):>9}"])
+    for label, size in planned.memory.most_common():
+        if size >= 5e5:  # less would be printed as 0.000
+            lines.append(f"  {label:30}{_gb(size):>9}")
+    lines.append(f"  {'total':30}{_gb(planned.total):>9}")
+    return "\n".join(lines)
 
 
 def _gb(size: float) -> str:

@@ -1,5 +1,4 @@
-"""A dry run: perform everything up to the first step on models without values, and simulate one
-step of one rank.
+"""A dry run: everything up to the first step, on models without values, and one simulated step.
 
 The library's own code does it, but for a few functions (`_stand_ins`) that need values, a server or
 other ranks.
@@ -10,9 +9,10 @@ other ranks.
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, patch
@@ -21,21 +21,26 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..batch import Batch
+from ..config import Common
 from ..models.io import named_weights
+from ..models.policy import Policy
 from ..models.sharding import ranks_together
 from ..models.simulation import Simulation, simulate
+from ..rl.buffer import RolloutBuffer
 from ..rl.feed import RolloutFeed
+from ..rl.settings import OnlineConfig
 from ..rollouts.local.decode import DecodeSequence, draw
 from ..rollouts.sample import Request, Sample, VersionSpan
+from ..runs.context import RunContext
 from ..runs.training import Training
 from ..train.step import train_step
 
 _STEPS = 64  # of which the largest micro-batch is simulated
-# tokens of all sequences that are read together; more of them are counted, not read
-_READ = 1 << 15
+_READ = 1 << 15  # tokens of all sequences that are read together; more are counted, not read
 
 
 @dataclass(frozen=True)
@@ -65,8 +70,8 @@ class Rehearsal:
 
 
 def rehearse(
-    open_recipe: Callable[[Any], Training],
-    config: Any,
+    open_recipe: Callable[[Common], Training],
+    config: Common,
     ranks: int | None = None,
     capacity: int | None = None,
 ) -> Rehearsal:
@@ -90,25 +95,20 @@ def rehearse(
     with _ranks(ranks), simulate(gpu=gpu) as simulation, _stand_ins(simulation, capacity):
         training = open_recipe(fewer)
         with closing(training.feed):
-            model = training.context.model
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            _begin(simulation, training.context, training.state["parts"]["optimizer"], trained)
-            rollouts = getattr(training.feed, "rollouts", training.feed)
+            _begin(simulation, training)
+            rollouts = getattr(training.feed, "rollouts", training.feed)  # those of distillation
             if isinstance(rollouts, RolloutFeed):
-                _sample_last_tokens(simulation, rollouts, -(-config.prompts_per_rollout // ranks))
+                _sample_last_tokens(simulation, rollouts, -(-_prompts(config) // ranks))
             with simulation.labeled("activations"):
-                tokens, micro_batches, batch = _largest(training.feed, model)
+                tokens, micro_batches, batch = _largest(training.feed, training.context.model)
                 # the second one meets the gradient of the first
                 _train_once(training, [batch] * min(micro_batches, 2))
             if training.directory is not None:
-                _save(simulation, model)
-    memory = Counter({label: size for label, size in simulation.peak.items() if size > 0})
-    if config.quantize is not None:
-        _count_quantized(memory, model.plain, config)
-    if ranks > 1 and model.mesh is None:
-        memory["DDP buckets"] = sum(parameter.nbytes for parameter in trained)
+                _save(simulation, training.context.model)
+    model: Policy = training.context.model
+    trained = _trained(model)
     return Rehearsal(
-        memory=memory,
+        memory=_memory(simulation, model, config, ranks),
         tokens=tokens / (_prompts(fewer) / _prompts(config)),
         micro_batches=micro_batches,
         largest=_tokens(batch, model),
@@ -120,11 +120,26 @@ def rehearse(
     )
 
 
-def _fewer_prompts(config: Any, ranks: int) -> Any:
-    """The settings with as many prompts as fill two micro-batches of every rank: more of the same
-    follow.
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _memory(simulation: Simulation, model: Policy, config: Common, ranks: int) -> Counter[str]:
+    """Bytes at the peak by what they are for, what was not simulated as it is held included."""
+    memory = Counter({label: size for label, size in simulation.peak.items() if size > 0})
+    if config.quantize is not None:
+        _count_quantized(memory, model.plain, config)
+    if ranks > 1 and model.mesh is None:
+        memory["DDP buckets"] = sum(parameter.nbytes for parameter in _trained(model))
+    return memory
+
+
+def _fewer_prompts(config: Common, ranks: int) -> Common:
+    """The settings with as many prompts as fill two micro-batches of every rank.
+
+    More of the same would follow, and take no more memory.
     """
-    if not hasattr(config, "prompts_per_rollout") or config.micro_tokens is None:
+    if not isinstance(config, OnlineConfig) or config.micro_tokens is None:
         return config
     tokens_of_prompt = config.group_size * config.max_tokens
     of_rank = 2 * -(-config.micro_tokens // tokens_of_prompt) + 1
@@ -132,8 +147,9 @@ def _fewer_prompts(config: Any, ranks: int) -> Any:
     return replace(config, prompts_per_rollout=min(config.prompts_per_rollout, enough))
 
 
-def _prompts(config: Any) -> int:
-    return int(getattr(config, "prompts_per_rollout", 1))
+def _prompts(config: Common) -> int:
+    """The prompts of a rollout; 1 in distillation, whose batch is the data's."""
+    return config.prompts_per_rollout if isinstance(config, OnlineConfig) else 1
 
 
 def _train_once(training: Training, micro_batches: Sequence[Batch]) -> None:
@@ -148,27 +164,31 @@ def _train_once(training: Training, micro_batches: Sequence[Batch]) -> None:
     )
 
 
-def _save(simulation: Simulation, model: Any) -> None:
+def _save(simulation: Simulation, model: Policy) -> None:
     """Make the weights that a run saves, one after the other."""
     with simulation.labeled("weights, to be saved"):
         saved = named_weights(model, getattr(model.plain, "stored_dtype", None), tied=False)
         deque(saved, maxlen=1 if simulation.gpu else None)  # each goes from the GPU to the host
 
 
-def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequence[Any]) -> None:
+def _begin(simulation: Simulation, training: Training) -> None:
     """Name what is there when training begins, and what the first step leaves to all others."""
+    context = training.context
     for tensor in [*context.model.parameters(), *context.model.buffers()]:
-        simulation.relabel(
-            tensor, "weights, trained" if tensor.requires_grad else "weights, frozen"
-        )
-    # a copy; where it is sharded, read once more
+        label = "weights, trained" if tensor.requires_grad else "weights, frozen"
+        simulation.relabel(tensor, label)
+    # What is left is a reference: a copy of the policy, or, where it is sharded, read once more.
     for label in ("others", f"weights of {context.config.model}"):
         simulation.rename(label, "reference")
-    for parameter in trained:
+    for parameter in context.model.parameters():
+        if not parameter.requires_grad:
+            continue
         parameter.register_post_accumulate_grad_hook(
             lambda leaf: simulation.relabel(leaf.grad, "gradients")
         )
         parameter.grad = torch.zeros_like(parameter)
+    # The optimizer makes its state in its first step, before which no memory is at its peak.
+    optimizer = training.state["parts"]["optimizer"]
     on_host = simulation.gpu and context.config.offload_optimizer
     with simulation.labeled(None if on_host else "optimizer"):
         optimizer.step()
@@ -178,10 +198,15 @@ def _begin(simulation: Simulation, context: Any, optimizer: Any, trained: Sequen
 
 
 def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int) -> None:
-    """Draw the last token of as many completions as are read together, those to so many prompts at
-    most.
+    """Draw the last token of as many completions as are read together.
+
+    Then their keys and values take most.
+
+    Args:
+        prompts: of a rollout that this rank completes; more completions are not read together.
     """
-    config, source = feed.config, vars(feed.scheduler)["source"]
+    config = feed.config
+    source = vars(feed.scheduler)["source"]
     source = vars(source).get("source", source)  # of conversations
     if not hasattr(source, "runner"):
         return  # a server samples
@@ -197,12 +222,12 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
     with simulation.labeled("keys and values"):
         batch = source._make_batch(longest)
         together = max(1, min(batch.fit(longest), prompts * config.group_size))
-        some = range(max(1, min(together, _READ // longest)))
-        sequences = [
-            DecodeSequence(Request(task, tuple(prompt), [0], sampling, key=0), 0) for task in some
-        ]
-        for sequence in sequences:
+        sequences = []
+        for task in range(max(1, min(together, _READ // longest))):
+            request = Request(task, tuple(prompt), [0], sampling, key=0)
+            sequence = DecodeSequence(request, 0)
             sequence.tokens = [0] * (sampling.max_tokens - 1)
+            sequences.append(sequence)
         before = simulation.live["keys and values"]
         with source.runner.inference():
             batch.join(sequences[: batch.admit(sequences)])
@@ -214,20 +239,19 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
         del others, packed
 
 
-def _count_quantized(memory: Counter[str], plain: Any, config: Any) -> None:
-    """Count the weights of linear layers, which were simulated whole, as bitsandbytes holds them;
-    one is whole again while it computes."""
-    head = plain.get_output_embeddings()
-    layers = [
-        each for each in plain.modules() if isinstance(each, torch.nn.Linear) and each is not head
-    ]
-    frozen = [each.weight for each in layers if not each.weight.requires_grad]
-    for weight in frozen:
-        memory["weights, frozen"] += _quantized_bytes(weight, config) - weight.nbytes
-    memory["dequantized weight"] = max((weight.nbytes for weight in frozen), default=0)
+def _count_quantized(memory: Counter[str], plain: Any, config: Common) -> None:
+    """Count the weights of linear layers as bitsandbytes holds them; they were simulated whole."""
+    head = plain.get_output_embeddings()  # which stays as it is
+    largest = 0
+    for layer in plain.modules():
+        if isinstance(layer, nn.Linear) and layer is not head and not layer.weight.requires_grad:
+            weight = layer.weight
+            memory["weights, frozen"] += _quantized_bytes(weight, config) - weight.nbytes
+            largest = max(largest, weight.nbytes)
+    memory["dequantized weight"] = largest  # each is whole again while it computes
 
 
-def _quantized_bytes(weight: torch.Tensor, config: Any) -> int:
+def _quantized_bytes(weight: torch.Tensor, config: Common) -> int:
     """Bytes that bitsandbytes holds a matrix in, with its scales."""
     size = weight.numel()
     if config.quantize == "8bit":
@@ -236,27 +260,29 @@ def _quantized_bytes(weight: torch.Tensor, config: Any) -> int:
     return size // 2 + scale_bytes * size // 64  # a scale for each 64 numbers
 
 
-def _completion(config: Any) -> int:
+def _completion(config: OnlineConfig) -> int:
     """Tokens of the longest completion, or conversation."""
-    return int(config.max_tokens if config.environment is None else config.limits.tokens)
+    return config.max_tokens if config.environment is None else config.limits.tokens
 
 
-def _largest(feed: Any, model: Any) -> tuple[float, int, Batch]:
-    """Tokens of a step over all ranks, micro-batches of a rank, and the micro-batch that needs most
-    memory.
+def _largest(feed: Any, model: Policy) -> tuple[float, int, Batch]:
+    """Look for the micro-batch that takes most memory.
+
+    Returns:
+        The tokens of a step over all ranks, the micro-batches of a rank, and that one.
     """
     if hasattr(getattr(feed, "batches", None), "lengths"):
         return _largest_of_data(feed, model)
     # Of distillation some steps train on completions of the student, the others on the data.
     steps = sorted({0, *list(getattr(feed, "rollout_of", ()))[:1]})
     of_steps = [feed(step) for step in steps]
-    everything = [batch for batches in of_steps for batch in batches]
+    everything = list(chain.from_iterable(of_steps))
     tokens = sum(_tokens(batch, model) for batch in of_steps[-1])
     ranks = PartialState().num_processes / ranks_together(model)
     return float(tokens * ranks), max(map(len, of_steps)), _most_tokens(everything, model)
 
 
-def _largest_of_data(feed: Any, model: Any) -> tuple[float, int, Batch]:
+def _largest_of_data(feed: Any, model: Policy) -> tuple[float, int, Batch]:
     """`_largest`, of data whose lengths are known: only the largest micro-batch is made."""
     lengths = feed.batches.lengths
     width = int(model.plain.config.get_text_config().hidden_size)
@@ -271,20 +297,20 @@ def _largest_of_data(feed: Any, model: Any) -> tuple[float, int, Batch]:
     for step, plan in plans.items():
         for rank, parts in enumerate(plan):
             sizes.append((max(map(memory, parts)), step, rank))
-    _, step, feed.rank = max(sizes)
-    mean = sum(int(lengths[feed.batches.indices(step)].sum()) for step in some) / len(some)
+    _, step, feed.rank = max(sizes)  # the feed makes the batches of the rank that needs most
+    tokens = 0
+    for each in some:
+        tokens += int(lengths[feed.batches.indices(each)].sum())
     micro_batches = max(len(plan[0]) for plan in plans.values())
-    return mean, micro_batches, _most_tokens(feed(step), model)
+    return tokens / len(some), micro_batches, _most_tokens(feed(step), model)
 
 
-def _most_tokens(batches: Sequence[Batch], model: Any) -> Batch:
+def _most_tokens(batches: Sequence[Batch], model: Policy) -> Batch:
     return max(batches, key=lambda batch: _tokens(batch, model))
 
 
-def _tokens(batch: Batch, model: Any) -> int:
-    """Tokens that the model computes; a prompt that is read once for all of its completions counts
-    once.
-    """
+def _tokens(batch: Batch, model: Policy) -> int:
+    """Tokens that the model computes; a prompt that its completions share counts once."""
     tokens = 0
     for example in batch.examples:
         prompts = 1 if model.layout == "shared" else len(example.completions)
@@ -295,29 +321,35 @@ def _tokens(batch: Batch, model: Any) -> int:
 @contextmanager
 def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
     """Context in which a few functions of the library are replaced."""
-    live = simulation.live
 
-    def without_server(run: Any) -> Any:
+    def free_share(device: torch.device) -> int:
+        """What keys and values may take: a quarter of the rest of the GPU; 2 GiB on a CPU."""
+        return (capacity - simulation.live.total()) // 4 if capacity else 2 << 30
+
+    def without_server(run: RunContext[Policy]) -> SimpleNamespace:
         limit = getattr(run.model.plain.config.get_text_config(), "max_position_embeddings", None)
         return SimpleNamespace(overlaps=True, stored=False, context=limit, close=AsyncMock())
 
     stand_ins: dict[str, Callable[..., Any]] = {
+        # no other ranks to meet
         "runs.ranks._new_group": lambda world, purpose: world,
-        "runs.context.check_repository": lambda hub: None,
+        "rl.sources.distributed": lambda accelerator, source, *_, **__: (source, None),
+        # no checkpoint is read, no server is started, and the Hub is not asked
         "runs.training.Training._resumed": lambda run: 0,
+        "rl.sources.open_source": without_server,
+        "runs.context.check_repository": lambda hub: None,
+        # what a run stores, samples or measures, in the same shapes
         "runs.context.stored_tokens": _store_tokens,
         "runs.teacher.stored_tokens": _store_tokens,
-        "rollouts.local.source.free_share": lambda device: (
-            (capacity - live.total()) // 4 if capacity else 2 << 30
-        ),
-        "rl.sources.open_source": without_server,
-        "rl.sources.distributed": lambda accelerator, source, *_, **__: (source, None),
         "rl.feed.RolloutFeed._take": _take_longest,
         "rl.feed.RolloutFeed._measure": _measure_largest,
+        # the machine that is planned for, instead of this one
+        "rollouts.local.source.free_share": free_share,
     }
+    loops = __package__.removesuffix(".cli")
     with ExitStack() as stack:
         for name, function in stand_ins.items():
-            stack.enter_context(patch(f"{__package__.removesuffix('.cli')}.{name}", function))
+            stack.enter_context(patch(f"{loops}.{name}", function))
         yield
 
 
@@ -334,8 +366,10 @@ def _store_tokens(
 
 
 def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
-    """In place of `RolloutFeed._take`: the longest prompts, and completions that never end by
-    themselves. Their rewards differ within each group, so that every group is trained on."""
+    """In place of `RolloutFeed._take`: the longest prompts, and completions of the longest length.
+
+    Their rewards differ within each group, so that every group is trained on.
+    """
     config = feed.config
     length = _completion(config)
     prompts = sorted(feed.context.run.data["prompt"], key=len, reverse=True)
@@ -345,9 +379,9 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
     logprobs = [0.0] * length
 
     def sample(task: int, index: int) -> Sample:
-        rewards: dict[str, float | str | None] = {
-            reward.name: float(index % 2) for reward in feed.context.rewards
-        }
+        rewards: dict[str, float | str | None] = {}
+        for reward in feed.context.rewards:
+            rewards[reward.name] = float(index % 2)
         prompt = prompts[task % len(prompts)]
         return Sample(task, index, prompt, tokens, trained, logprobs, spans, "stop", " ", rewards)
 
@@ -357,7 +391,11 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
     return groups, {}
 
 
-def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch], Any]) -> None:
+def _measure_largest(
+    feed: RolloutFeed,
+    rollout: RolloutBuffer,
+    measure: Callable[[Batch], Mapping[str, torch.Tensor]],
+) -> None:
     """In place of `RolloutFeed._measure`: the largest micro-batch is computed."""
     batches = rollout.micro_batches(feed.config.micro_tokens, **feed.batching)
     with torch.no_grad(), feed.context.run.accelerator.autocast():
@@ -368,13 +406,12 @@ def _measure_largest(feed: RolloutFeed, rollout: Any, measure: Callable[[Batch],
 
 @contextmanager
 def _ranks(count: int) -> Iterator[None]:
-    """On the CPU, and as if a launcher had started so many ranks."""
-    of_launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    with patch.dict(
-        os.environ, {k: v for k, v in os.environ.items() if k not in of_launcher}, clear=True
-    ):
+    """Context on the CPU, as if a launcher had started so many ranks."""
+    with patch.dict(os.environ):  # which is as it was, afterward
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            os.environ.pop(name, None)
         AcceleratorState._reset_state(reset_partial_state=True)
-        # no distributed type, so Accelerate wraps and sends nothing
+        # Without these variables its distributed type is none, so it wraps and sends nothing.
         PartialState(cpu=True).num_processes = count
         os.environ |= {"RANK": "0", "WORLD_SIZE": str(count), "LOCAL_RANK": "0"}
         if count > 1:
