@@ -1,10 +1,13 @@
 """``burnish demo``: a small model learns to add from scratch, offline, on a CPU.
 
-    1  a transformer of a third of a million parameters is trained from scratch by SFT on sums of two numbers
-    2  it answers further questions at temperature 1; its own right and wrong answers to a question make pairs
-    3  it is improved by DPO on those pairs, together with the NLL of the right answers: DPO alone makes these wrong
-       answers rare, but other wrong answers take their place
-    4  it is improved further by GRPO, which samples while it learns, rewarded only for right answers
+    1  a transformer of a third of a million parameters is trained from scratch by SFT on sums of
+       two numbers
+    2  it answers further questions at temperature 1; its own right and wrong answers to a question
+       make pairs
+    3  it is improved by DPO on those pairs, together with the NLL of the right answers: DPO alone
+       makes these wrong answers rare, but other wrong answers take their place
+    4  it is improved further by GRPO, which samples while it learns, rewarded only for right
+       answers
 
 Every stage is the recipe that ``burnish sft``, ``burnish dpo`` and ``burnish grpo`` run, on files
 that stay in the run directory. No stage sees any of the questions on which accuracy is measured.
@@ -47,11 +50,9 @@ def demo(config: Demo) -> dict[str, float]:
     console = Console()
     directory = _vacant(Path(config.output))
     drawn = questions(random.Random(config.seed), HELD_OUT + TAUGHT + config.questions)
-    held_out, taught, asked = (
-        drawn[:HELD_OUT],
-        drawn[HELD_OUT:][:TAUGHT],
-        drawn[HELD_OUT + TAUGHT :],
-    )
+    held_out = drawn[:HELD_OUT]
+    taught = drawn[HELD_OUT : HELD_OUT + TAUGHT]
+    asked = drawn[HELD_OUT + TAUGHT :]
     save_start(directory / "start", seed=config.seed)
 
     console.rule("SFT: answers to copy")

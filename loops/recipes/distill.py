@@ -1,9 +1,9 @@
-"""Distillation: learn a teacher's distribution of the next token, on completions of the data or of
-the student.
+"""Distillation: learn a teacher's distribution of the next token.
 
-A student trained on the data's completions meets prefixes that it was never trained on when it
-samples by itself. In a share λ of the steps it is therefore trained on its own completions of the
-step's prompts (GKD, Agarwal et al. 2023, arXiv:2306.13649).
+It is learned on completions of the data, or of the student. A student trained on the data's
+completions meets prefixes that it was never trained on when it samples by itself. In a share λ of
+the steps it is therefore trained on its own completions of the step's prompts (GKD, Agarwal et al.
+2023, arXiv:2306.13649).
 """
 
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse
 from .settings import Distill
 
 LOSSES = TOKEN_LOSSES | {"distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
-# The completions of each loss where some are the student's; all other losses learn from those of
-# the data.
+# The completions of each loss where some are the student's (None: all of them); all other losses
+# learn from the data's completions.
 _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
 
 
@@ -81,26 +81,23 @@ def encoder(config: Distill) -> Encode:
 
 
 def distill_losses(config: Distill) -> dict[str, Term]:
-    """The losses, and what is measured beside them; ValueError if settings contradict each
-    other.
-    """
+    """The losses and what is measured beside them; ValueError if settings contradict each other."""
     losses: dict[str, Term] = {}
-    for name, entry in (
-        config.loss if isinstance(config.loss, Mapping) else {config.loss: 1.0}
-    ).items():
-        applies_to = _APPLIES_TO.get(loss_name(name), "demonstrated") if config.on_policy else None
-        losses |= parse_losses(
-            {name: entry}, {}, LOSSES, weighting=WEIGHTINGS[config.weighting], of=applies_to
-        )
-    on_samples = "teacher_logp" in tensors_needed(losses)
-    config.teacher.check(needed=on_samples or "divergence" in tensors_needed(losses))
-    if not config.on_policy:
-        return {**losses, **ENTROPY}
-    check_sampling(config)
-    if columns := set(columns_of(losses)) - {"sampled", "demonstrated"}:
-        raise ValueError(
-            f"on_policy: the student's completions have no column {min(columns)!r}; leave it out"
-        )
+    weighting = WEIGHTINGS[config.weighting]
+    mix = config.loss if isinstance(config.loss, Mapping) else {config.loss: 1.0}
+    for name, entry in mix.items():
+        applies_to = None
+        if config.on_policy:
+            applies_to = _APPLIES_TO.get(loss_name(name), "demonstrated")
+        losses |= parse_losses({name: entry}, {}, LOSSES, weighting=weighting, of=applies_to)
+    needed = tensors_needed(losses)
+    config.teacher.check(needed="teacher_logp" in needed or "divergence" in needed)
+    if config.on_policy:
+        check_sampling(config)
+        columns = set(columns_of(losses)) - {"sampled", "demonstrated"}
+        if columns:
+            problem = f"the student's completions have no column {min(columns)!r}"
+            raise ValueError(f"on_policy: {problem}; leave it out")
     return {**losses, **ENTROPY}
 
 
@@ -112,9 +109,7 @@ def with_teacher(
 
 
 class MixedFeed(StepFeed):
-    """The steps of the data, of which a share is replaced by the student's own completions of that
-    step's prompts.
-    """
+    """The steps of the data, some of them with the student's own completions of their prompts."""
 
     stateful = True
 
@@ -136,18 +131,16 @@ class MixedFeed(StepFeed):
             return indices[place % len(indices)]
 
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
-        # What samples reads its settings as those of an online recipe.
-        run = replace(
-            context, config=OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
-        )
+        # What samples reads the settings of an online recipe.
+        online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
+        run = replace(context, config=online)
         scheduler, follow = open_scheduler(run, lambda task: self.data.example(order(task)).prompt)
         tables = partial(log_table, context.accelerator.trackers)
         log = open_sample_log(
             context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, tables
         )
-        self.rollouts = RolloutFeed(
-            RLContext(run, (), scheduler, follow, sample_log=log, order=order)
-        )
+        rl = RLContext(run, (), scheduler, follow, sample_log=log, order=order)
+        self.rollouts = RolloutFeed(rl)
 
     @property
     def steps(self) -> int:
@@ -161,9 +154,7 @@ class MixedFeed(StepFeed):
         return marked(self.rollouts(rollout), True)
 
     def plan(self, step: int) -> list[list[int]]:
-        """The indices of the data's examples, or of those whose prompts are completed, in each
-        micro-batch.
-        """
+        """The indices of examples in each micro-batch: of those completed, in an on-policy step."""
         rollout = self.rollout_of.get(step)
         return self.data.plan(step) if rollout is None else self.rollouts.plan(rollout)
 
@@ -171,8 +162,9 @@ class MixedFeed(StepFeed):
         self.rollouts.observe(metrics)
 
     def step_metrics(self) -> Mapping[str, float]:
-        on_policy = self.last in self.rollout_of
-        return {"on_policy": float(on_policy), **(self.rollouts.metrics if on_policy else {})}
+        if self.last in self.rollout_of:
+            return {"on_policy": 1.0, **self.rollouts.metrics}
+        return {"on_policy": 0.0}
 
     def evaluate(self, measure: Measure, rows: Any = None) -> Mapping[str, float]:
         """The losses on held-out completions of the data.
@@ -202,21 +194,17 @@ def _all_demonstrated(feed: Feed, step: int, micro_batches: list[Batch]) -> list
 
 
 def on_policy_steps(steps: int, share: float, seed: int) -> list[int]:
-    """The steps on the student's completions: each with this probability, independently of the
-    others.
-    """
+    """The steps on the student's completions: each with this probability, by itself."""
+    # raw bits, which numpy promises to keep between versions; 1 tells them from other draws
     bits = np.random.Philox(np.random.SeedSequence([seed, 1])).random_raw(steps)
     return [int(step) for step in np.flatnonzero(bits / 2.0**64 < share)]
 
 
 def marked(batches: list[Batch], on_policy: bool) -> list[Batch]:
-    """Batches with the columns ``sampled`` and ``demonstrated``: whether an example is the
-    student's or the data's.
-    """
+    """Batches with bool columns [examples]: ``sampled`` by the student, or ``demonstrated``."""
     result = []
     for batch in batches:
         sampled = torch.full((len(batch.examples),), on_policy, device=batch.target.device)
-        result.append(
-            replace(batch, columns={**batch.columns, "sampled": sampled, "demonstrated": ~sampled})
-        )
+        columns = {**batch.columns, "sampled": sampled, "demonstrated": ~sampled}
+        result.append(replace(batch, columns=columns))
     return result

@@ -91,9 +91,12 @@ def open_grpo(config: GRPO, context: RLContext | None = None) -> Training:
 
 def variant_of(config: GRPO) -> dict[str, Any]:
     """The settings of the variant, overridden by the fields that are set."""
-    fields = {name: getattr(config, name) for name in ("weighting", "scale", "dynamic_sampling")}
     settings = {**_GRPO, **VARIANTS[config.variant]}
-    return settings | {name: value for name, value in fields.items() if value is not None}
+    for name in ("weighting", "scale", "dynamic_sampling"):
+        value = getattr(config, name)
+        if value is not None:
+            settings[name] = value
+    return settings
 
 
 def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
@@ -177,22 +180,24 @@ def grpo_losses(config: GRPO) -> dict[str, Term]:
     losses = policy_losses(config, variant["loss"], loss_kwargs, weigh, kl_loss=kl_loss)
     if config.advantage_differs:
         refuse_completion_losses(config.baseline, losses)
-    # The weighting, if set, must apply to some loss of tokens that has no weighting of its own.
-    mix = config.loss if isinstance(config.loss, Mapping) else {}
-    weighted = {
-        loss_name(key)
-        for key, entry in mix.items()
-        if isinstance(entry, Mapping) and "weighting" in entry
-    }
-    if config.weighting and all(
-        loss.unit != "tokens" or name in weighted for name, loss in losses.items()
-    ):
-        raise ValueError(
-            f"weighting: {config.weighting} says how tokens count, and no loss would heed it: "
-            + "; ".join(
-                f"{name} has {'its own' if name in weighted else 'one entry per completion'}"
-                for name in losses
-            )
-            + "; leave it out, or take a loss of tokens"
-        )
+    if config.weighting:
+        _require_heeded_weighting(config, losses)
     return losses
+
+
+def _require_heeded_weighting(config: GRPO, losses: Mapping[str, Term]) -> None:
+    """Raise ValueError unless a loss of tokens has no weighting of its own, and takes this one."""
+    mix = config.loss if isinstance(config.loss, Mapping) else {}
+    weighted = set()
+    for key, entry in mix.items():
+        if isinstance(entry, Mapping) and "weighting" in entry:
+            weighted.add(loss_name(key))
+    reasons = []
+    for name, loss in losses.items():
+        if loss.unit == "tokens" and name not in weighted:
+            return
+        has = "its own" if name in weighted else "one entry per completion"
+        reasons.append(f"{name} has {has}")
+    problem = f"{config.weighting} says how tokens count, and no loss would heed it"
+    fix = "leave it out, or take a loss of tokens"
+    raise ValueError(f"weighting: {problem}: {'; '.join(reasons)}; {fix}")

@@ -62,15 +62,15 @@ def encoder(config: KTO) -> Encode:
 
 
 def kto_losses(config: KTO) -> dict[str, Term]:
-    """The losses, and what is measured beside them; ValueError if settings contradict each
-    other.
-    """
+    """The losses and what is measured beside them; ValueError if settings contradict each other."""
     weights = {
         "desirable_weight": config.desirable_weight,
         "undesirable_weight": config.undesirable_weight,
     }
     shared = {"beta": config.beta, **weights, **config.loss_kwargs}
-    given = {*config.loss_kwargs, *(name for name, weight in weights.items() if weight != 1)}
+    # settings that some loss has to take
+    given = set(config.loss_kwargs)
+    given.update(name for name, weight in weights.items() if weight != 1)
     losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=given)
     config.teacher.check(needed="divergence" in tensors_needed(losses))
     return {**losses, **feedback_metrics(config.beta), **ENTROPY}
@@ -78,9 +78,7 @@ def kto_losses(config: KTO) -> dict[str, Term]:
 
 @dataclass
 class RunningMean:
-    """BCO's δ: the mean reward of all completions of the earlier steps; 0 at first, as is every
-    reward.
-    """
+    """BCO's δ: the mean reward of all completions of the earlier steps; 0 at first, as rewards."""
 
     total: float = 0.0
     steps: int = 0
@@ -90,7 +88,8 @@ class RunningMean:
         return self.total / max(self.steps, 1)
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        self.total, self.steps = self.total + metrics["rewards"], self.steps + 1
+        self.total += metrics["rewards"]
+        self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -110,23 +109,22 @@ def prepare_feedback(
     step: int,
     micro_batches: list[Batch],
 ) -> list[Batch]:
-    """Add what losses compare a completion with, measured over a whole step before its first
-    forward pass: the columns ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and
+    """Add what losses compare a completion with, measured over a whole step before it begins.
+
+    That is the columns ``delta`` (BCO) and, where a loss takes it, ``kl`` (KTO); and
     ``undesirable``, for the metrics.
     """
-    added = {
-        "delta": torch.tensor(
-            rewards.mean, device=accelerator.device, dtype=torch.get_default_dtype()
-        )
-    }
+    dtype = torch.get_default_dtype()
+    delta = torch.tensor(rewards.mean, device=accelerator.device, dtype=dtype)
+    added = {"delta": delta}
     if "kl" in tensors_needed(losses):
         added["kl"] = kl_of_mismatched(feed, step, policy, reference, accelerator, max_length)
-    return [
-        replace(
-            batch, columns={**batch.columns, "undesirable": ~batch.columns["desirable"], **added}
-        )
-        for batch in micro_batches
-    ]
+    prepared = []
+    for batch in micro_batches:
+        undesirable = ~batch.columns["desirable"]
+        columns = {**batch.columns, "undesirable": undesirable, **added}
+        prepared.append(replace(batch, columns=columns))
+    return prepared
 
 
 @torch.no_grad()
@@ -138,8 +136,7 @@ def kl_of_mismatched(
     accelerator: Accelerator,
     max_length: int | None = None,
 ) -> torch.Tensor:
-    """KTO's z₀ of a step, one number for all ranks: the KL estimate from completions of other
-    prompts.
+    """KTO's z₀ of a step, one number for all ranks: a KL estimate from others' completions.
 
     Each prompt of the step is paired with the completion half a step further on, so that ranks and
     micro-batches don't matter, and the two completions of a pair are not matched. A completion ends
@@ -171,18 +168,14 @@ def kl_of_mismatched(
         "count": float(sum(map(len, ratios))),
     }
     total = sum_over_ranks(accelerator, local, copies=ranks_together(policy))
-    mean = torch.tensor(
-        [total["sum"] / max(total["count"], 1.0)], device=accelerator.device, dtype=torch.float64
-    )
-    return kto_kl(mean, torch.zeros_like(mean)).to(
-        torch.promote_types(policy.plain.dtype, torch.float32)
-    )
+    ratio = total["sum"] / max(total["count"], 1.0)
+    mean = torch.tensor([ratio], device=accelerator.device, dtype=torch.float64)
+    dtype = torch.promote_types(policy.plain.dtype, torch.float32)
+    return kto_kl(mean, torch.zeros_like(mean)).to(dtype)
 
 
 def feedback_metrics(beta: float) -> dict[str, Term]:
-    """Mean reward and log-prob of the desirable completions (chosen) and of the others (rejected),
-    as TRL logs them.
-    """
+    """Mean reward and log-prob of desirable completions (chosen) and others (rejected), as TRL's."""
 
     def measured(
         logp: PerSequence, ref_logp: PerSequence, *, kind: str

@@ -48,27 +48,28 @@ def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:
 
 
 def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[int]]]:
-    """The pair of each group: highest and lowest reward, the earlier one of equals; none where all
-    are equal.
+    """The pair of each group: highest and lowest reward, the earlier one of equals.
+
+    A group whose rewards are all equal makes none.
     """
     reward = (rollout.reward - penalty * rollout.unfinished).tolist()
-    groups = (group for (group,) in rollout.split_groups())
-    pairs = (
-        (max(group, key=reward.__getitem__), min(group, key=reward.__getitem__)) for group in groups
-    )
-    return [[[best, worst]] for best, worst in pairs if reward[best] > reward[worst]]
+    pairs = []
+    for (group,) in rollout.split_groups():
+        best = max(group, key=reward.__getitem__)
+        worst = min(group, key=reward.__getitem__)
+        if reward[best] > reward[worst]:
+            pairs.append([[best, worst]])  # a unit of one example
+    return pairs
 
 
 def pair_metrics(
     rollout: RolloutBuffer, pairs: list[list[list[int]]], config: OnlineDPO
 ) -> dict[str, float]:
-    """Numbers of groups that made a pair and that did not, and the mean difference of the pairs'
-    rewards.
-    """
+    """How many groups made a pair and how many did not, and how far rewards of pairs differ."""
     metrics = {"pairs": float(len(pairs)), "ties": float(config.prompts_per_rollout - len(pairs))}
     if pairs:
-        best, worst = ([pair[which] for (pair,) in pairs] for which in (0, 1))
-        metrics["objective/scores_margin"] = float(
-            (rollout.reward[best] - rollout.reward[worst]).mean()
-        )
+        best = [pair[0] for (pair,) in pairs]
+        worst = [pair[1] for (pair,) in pairs]
+        margin = rollout.reward[best] - rollout.reward[worst]
+        metrics["objective/scores_margin"] = float(margin.mean())
     return metrics

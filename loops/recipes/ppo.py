@@ -73,32 +73,35 @@ def save_values(
     *,
     write: bool = True,
 ) -> None:
-    """Write ``critic/``, or ``value_head.safetensors``. All ranks that hold shards call it; one of
-    them writes.
+    """Write ``critic/``, or ``value_head.safetensors``.
+
+    All ranks that hold shards call it, as gathering takes all of them; one of them writes.
     """
     if critic is not None:
         save_model(critic, tokenizer, directory / "critic", write=write)
     if value_head is not None:
-        state = {
-            name: whole(tensor.detach()).cpu() for name, tensor in value_head.state_dict().items()
-        }
+        state = {}
+        for name, tensor in value_head.state_dict().items():
+            state[name] = whole(tensor.detach()).cpu()
         if write:
             directory.mkdir(parents=True, exist_ok=True)
             save_file(state, directory / "value_head.safetensors")
 
 
 def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
-    """A policy with a value head, or with a critic; ValueError if the head belongs to a model of
-    another width.
+    """A policy with a critic, or with a value head.
+
+    Raises:
+        ValueError: if the head belongs to a model of another width.
     """
     device = next(model.parameters()).device
     if config.value_model is not None:
         if sharding:
             log.warning("value_model: probed before sharding, so each rank loads the whole model")
-        return Policy(model, **config.kernel, **sharding, critic=open_critic(config).to(device))
-    return Policy(
-        model, **config.kernel, **sharding, value_head=open_value_head(model, config).to(device)
-    )
+        critic = open_critic(config).to(device)
+        return Policy(model, **config.kernel, **sharding, critic=critic)
+    head = open_value_head(model, config).to(device)
+    return Policy(model, **config.kernel, **sharding, value_head=head)
 
 
 def open_value_head(model: nn.Module, config: PPO) -> nn.Module:
@@ -110,9 +113,8 @@ def open_value_head(model: nn.Module, config: PPO) -> nn.Module:
         nn.init.zeros_(parameter)
     if config.value_head is not None:
         wanted = "wanted value_head.safetensors of a run of ppo with this model"
-        with as_setting_error(
-            f"value_head: {config.value_head}: {wanted}", SafetensorError, OSError, RuntimeError
-        ):
+        setting = f"value_head: {config.value_head}: {wanted}"
+        with as_setting_error(setting, SafetensorError, OSError, RuntimeError):
             head.load_state_dict(load_file(config.value_head))
     return head
 
@@ -122,17 +124,17 @@ def open_critic(config: PPO) -> Scorer:
     assert config.value_model is not None
     # It is probed before it is sharded.
     settings = replace(config, model=config.value_model, model_revision=None, parallel=Parallel())
-    critic = Scorer(
-        load_classifier(settings, "SEQ_CLS", {0: "value"}), layout=config.layout, read="before"
-    )
-    if (saved := critic.plain.config.get_text_config()).pad_token_id is None:
+    model = load_classifier(settings, "SEQ_CLS", {0: "value"})
+    critic = Scorer(model, layout=config.layout, read="before")
+    saved = critic.plain.config.get_text_config()
+    if saved.pad_token_id is None:
         # transformers can't load it otherwise
         saved.pad_token_id = load_tokenizer(config).eos_token_id
+    # The model in memory is a classifier whatever it was; its file says whether its head is new.
     architecture = critic.plain.config
     if isinstance(config.value_model, str):
-        architecture = as_setting_error(f"value_model: {config.value_model}")(
-            AutoConfig.from_pretrained
-        )(config.value_model)
+        with as_setting_error(f"value_model: {config.value_model}"):
+            architecture = AutoConfig.from_pretrained(config.value_model)
     architectures = architecture.architectures or []
     if not any("SequenceClassification" in name for name in architectures):
         for parameter in critic.head.parameters():
@@ -145,18 +147,17 @@ def ppo_losses(config: PPO) -> dict[str, Term]:
     losses = policy_losses(config, "clipped_surrogate", {})
     refuse_completion_losses("ppo", losses)
     if "advantage" not in tensors_needed(losses):
-        raise ValueError(
-            f"loss: none of {', '.join(losses)} learns from the rewards; add clipped_surrogate"
-        )
-    losses["value_loss"] = Term(
-        partial(value_loss, clip=config.value_clip), config.value_coefficient
-    )
+        problem = f"none of {', '.join(losses)} learns from the rewards"
+        raise ValueError(f"loss: {problem}; add clipped_surrogate")
+    clipped = partial(value_loss, clip=config.value_clip)
+    losses["value_loss"] = Term(clipped, config.value_coefficient)
     return losses
 
 
 def advantages(rollout: RolloutBuffer, *, config: PPO) -> dict[str, Tensor]:
     """Per-token advantages, whitened over the rollout, and the returns that the values learn."""
-    sequence, value = rollout.sequence, rollout["old_value"].double()
+    sequence = rollout.sequence
+    value = rollout["old_value"].double()
     scores = rollout.reward - config.missing_eos_penalty * rollout.unfinished
     reward = kl_penalized_reward(scores, divergence(rollout, config), sequence, beta=config.beta)
     advantage, returns = gae(reward, value, sequence, gamma=config.gamma, lam=config.lam)
@@ -164,9 +165,7 @@ def advantages(rollout: RolloutBuffer, *, config: PPO) -> dict[str, Tensor]:
 
 
 def divergence(rollout: RolloutBuffer, config: PPO) -> Tensor:
-    """float64 [tokens], the divergence from the reference of the policy at the start of the
-    rollout.
-    """
+    """float64 [tokens]: how far the policy that began the rollout is from the reference."""
     old = rollout["old_logp"].double()
     if not config.beta:
         return torch.zeros_like(old)
@@ -176,8 +175,11 @@ def divergence(rollout: RolloutBuffer, config: PPO) -> Tensor:
 def objective_metrics(rollout: RolloutBuffer, *, config: PPO) -> Mapping[str, float]:
     """Means over the completions that are trained on, under the names that TRL's PPO had.
 
-    objective/kl, /non_score_reward, /scores, /rlhf_reward    Σ kl, −β Σ kl, the reward, and the sum of these two
-    val/explained_variance                                    of the returns, by the values at the start
+    objective/kl                  Σ kl over the tokens
+    objective/non_score_reward    −β Σ kl
+    objective/scores              the reward
+    objective/rlhf_reward         the sum of these two
+    val/explained_variance        of the returns, by the values at the start
     """
     trained = rollout.lengths > 0
     if not trained.any():
@@ -190,7 +192,9 @@ def objective_metrics(rollout: RolloutBuffer, *, config: PPO) -> Mapping[str, fl
         "objective/scores": scores.mean(),
         "objective/rlhf_reward": (scores - config.beta * kl).mean(),
     }
-    target, value = rollout["target"].double(), rollout["old_value"].double()
-    if spread := float(target.var(correction=0)):
+    target = rollout["target"].double()
+    value = rollout["old_value"].double()
+    spread = float(target.var(correction=0))
+    if spread:  # of equal returns nothing is to be explained
         metrics["val/explained_variance"] = 1 - (target - value).var(correction=0) / spread
     return {name: float(metric) for name, metric in metrics.items()}
