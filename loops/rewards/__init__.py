@@ -25,7 +25,7 @@ table        the scores of a rollout, what a step logs of them, and warnings abo
 resolve      the names in a configuration
 isolation    a process of its own
 watchdog     a process that names a reward which stops the run
-math, text, length, reasoning_gym, reward_models   the rewards that are shipped
+math, text, code, length, reasoning_gym, reward_models   the rewards that are shipped
 """
 
 # ruff: noqa: I001 - "name as name" is how a typed package exports a name

@@ -26,6 +26,7 @@ SHIPPED = {
     "math": ".math:MathEquivalence",
     "exact_match": ".text:ExactMatch",
     "format": ".text:Format",
+    "code": ".code:CodeTests",
     "length": ".length:LengthTarget",
     "soft_overlong": ".length:SoftOverlong",
     "repetition": ".length:Repetition",
@@ -35,7 +36,8 @@ SHIPPED = {
     "reward_model": ".reward_models:RewardModel",
     "prm": ".reward_models:ProcessRewardModel",
 }
-_ISOLATED = ("math", "cosine")  # sympy may take forever on a policy's expressions
+# sympy may take forever on a policy's expressions, and code is a policy's own
+_ISOLATED = ("math", "cosine", "code")
 
 
 def resolve_rewards(spec: RewardMix, **given: object) -> list[RewardFunction]:
@@ -43,7 +45,7 @@ def resolve_rewards(spec: RewardMix, **given: object) -> list[RewardFunction]:
 
     Settings of every reward are ``weight`` (1), ``timeout`` in seconds (30), ``isolate`` and
     ``function`` (the reward, if the key is another name); others are its own. With
-    ``isolate: true`` it runs in a process of its own, as math and cosine do, or with a mapping of
+    ``isolate: true`` it runs in a process of its own, as math, cosine and code do, or with a mapping of
     arguments of `isolated`, such as {memory: 8, jail: true}; with false it never does; otherwise
     once a call has taken too long.
 

@@ -112,7 +112,7 @@ def test_own_functions_classes_and_those_written_for_trl(own, answer, judging):
     [
         ({}, r"rewards: none is named; there are math, .*module:function"),
         ({"mth": 1.0}, "reward: no 'mth', did you mean 'math'.*your own is named module:function"),
-        ({"qqq": 1.0}, "reward: no 'qqq'; there are cosine, environment"),
+        ({"qqq": 1.0}, "reward: no 'qqq'; there are code, cosine, environment"),
         ({"format": {"patern": "a"}}, "reward format: no setting 'patern', did you mean 'pattern'"),
         ({"length": 1.0}, r"reward length: needs target, such as \{length: \{target: ...\}\}"),
         (
