@@ -126,10 +126,8 @@ class HeadFactors(NamedTuple):
             if dtype == accumulation_dtype(hidden.dtype):
                 # cast once, so that its two gradients are added before they are rounded
                 hidden = hidden.to(dtype)
-            h, a = (
-                t.to(dtype) if dtype == compute else rounded(t, compute).to(dtype)
-                for t in (hidden, down)
-            )
+            h = _multiplied(hidden, compute, dtype)
+            a = _multiplied(down, compute, dtype)
             low = scaling * (h @ a.t())
         return cls(hidden, head.weight, head.bias, low, up, compute)
 
@@ -169,3 +167,10 @@ def multiply_(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: fl
         torch.addmm(out, a, b, beta=beta, alpha=alpha, out=out)
     else:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
+
+
+def _multiplied(t: Tensor, compute: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """A factor rounded to ``compute``, in the dtype of products; on the autograd graph."""
+    if dtype == compute:
+        return t.to(dtype)
+    return rounded(t, compute).to(dtype)

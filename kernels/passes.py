@@ -417,19 +417,23 @@ def returned(
     """The gradients as an operator returns them: each in the dtype of its input, empty for one that
     is not needed.
     """
-    pairs, empty = zip(gradients, inputs, strict=True), inputs[0]
-    assert empty is not None
-    return tuple(
-        empty.new_empty(0) if grad is None or t is None else grad.to(t.dtype) for grad, t in pairs
-    )
+    like = inputs[0]
+    assert like is not None
+    results = []
+    for gradient, t in zip(gradients, inputs, strict=True):
+        if gradient is None or t is None:
+            results.append(like.new_empty(0))  # an operator can't return None for a tensor
+        else:
+            results.append(gradient.to(t.dtype))
+    return tuple(results)
 
 
 def returned_shapes(inputs: Sequence[Tensor | None], needed: Sequence[bool]) -> tuple[Tensor, ...]:
     """``returned`` for tracing."""
-    pairs = zip(inputs, needed, strict=True)
-    return returned(
-        inputs, [t.new_empty(t.shape) if n and t is not None else None for t, n in pairs]
-    )
+    gradients: list[Tensor | None] = []
+    for t, wanted in zip(inputs, needed, strict=True):
+        gradients.append(t.new_empty(t.shape) if wanted and t is not None else None)
+    return returned(inputs, gradients)
 
 
 def no_second_derivative(ctx: object, *_: object) -> None:

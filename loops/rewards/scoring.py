@@ -304,11 +304,10 @@ def refuse_silent(rewards: Sequence[RewardFunction], samples: Sequence[Sample]) 
     """
     if not samples:
         return
-    silent = [
-        reward
-        for reward in rewards
-        if all(sample.rewards[reward.name] is None for sample in samples)
-    ]
+    silent = []
+    for reward in rewards:
+        if all(sample.rewards[reward.name] is None for sample in samples):
+            silent.append(reward)
     for reward in silent:
         if len(silent) == len(rewards) or returns_nothing(reward.function):
             raise ValueError(

@@ -68,9 +68,8 @@ class RolloutBuffer:
             [sample.finish != "stop" for sample in self.samples], dtype=torch.float64
         )
         self.trained = [sample.trained for sample in self.samples]
-        self.sequence = torch.tensor(
-            [i for i, trained in enumerate(self.trained) for t in trained if t]
-        ).long()
+        counts = torch.tensor([sum(trained) for trained in self.trained], dtype=torch.int64)
+        self.sequence = torch.arange(len(counts)).repeat_interleave(counts)
         self.scores: RewardTable = score([], self.samples)
         # a plain dict: checkpoints are read without running code
         self.columns: dict[str, Tensor] = {}
@@ -135,10 +134,9 @@ class RolloutBuffer:
         kept = ~torch.tensor(masked, dtype=torch.bool)[self.sequence]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
         self.sequence = self.sequence[kept]
-        self.trained = [
-            [False] * len(part) if off else part
-            for part, off in zip(self.trained, masked, strict=True)
-        ]
+        for i, off in enumerate(masked):
+            if off:
+                self.trained[i] = [False] * len(self.trained[i])
 
     def sum(self, column: Tensor) -> Tensor:
         """[completions], the sum of a column [tokens] over each of them."""

@@ -87,6 +87,14 @@ def for_trackers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
     return {**named, "train/global_step": step}
 
 
+def _as_markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table of Markdown, as TensorBoard shows text."""
+    lines = [columns, ["--"] * len(columns)]
+    for row in rows:
+        lines.append([str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def log_table(
     trackers: Sequence[Any],
     name: str,
@@ -99,14 +107,7 @@ def log_table(
     """
     for tracker in trackers:
         if tracker.name == "tensorboard":
-            cells = [
-                [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
-                for row in rows
-            ]
-            text = "\n".join(
-                f"| {' | '.join(row)} |" for row in (columns, ["--"] * len(columns), *cells)
-            )
-            tracker.writer.add_text(name, text, step)
+            tracker.writer.add_text(name, _as_markdown(columns, rows), step)
         elif tracker.name == "trackio":
             import pandas
             import trackio

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import cast, get_args
 
 import torch
@@ -221,7 +222,7 @@ def _check_policy(who: str, wanted: str, policy: nn.Module) -> None:
 
 def columns_of(losses: Mapping[str, Term]) -> list[str]:
     """The columns of the data that the losses and their weightings read."""
-    return sorted({name for term in losses.values() for name in term.columns})
+    return sorted(set(chain.from_iterable(term.columns for term in losses.values())))
 
 
 def tensors_needed(losses: Mapping[str, Term]) -> set[str]:
@@ -406,4 +407,4 @@ _SOURCES = {  # the arguments that provide tensors which a loss may lack
 }
 # All tensors that recipes compute, by name.
 TENSORS = {"logp", "teacher_logp", "entropy", "logsumexp", "sequence", "kl", "delta", "target"}
-TENSORS |= {name for names in _SOURCES.values() for name in names}
+TENSORS.update(*_SOURCES.values())

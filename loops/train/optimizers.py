@@ -25,18 +25,19 @@ from ..models.backbone import Backbone
 from ..models.sharding import local
 from ..registry import build, find, nearest
 
-_OPTIMIZERS = {
-    kind.__name__.lower(): f"torch.optim:{kind.__name__}"
-    for kind in vars(torch.optim).values()
-    # they need more than grads
-    if isinstance(kind, type) and kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam")
-}
-_OPTIMIZERS |= {
-    f"{paged.lower()}{'_' * bool(paged)}{kind.lower()}_{bits}": f"bitsandbytes.optim:{paged}{kind}{suffix}"
-    for kind in ("AdamW", "AdEMAMix", "Lion")
-    for paged in ("", "Paged")
-    for bits, suffix in (("8bit", "8bit"), ("32bit", ""))
-}
+# Name -> module:class.
+_OPTIMIZERS: dict[str, str] = {}
+for _kind in vars(torch.optim).values():
+    # The base class, and two that need more than gradients: a closure, sparse ones.
+    if isinstance(_kind, type) and _kind.__name__ not in ("Optimizer", "LBFGS", "SparseAdam"):
+        _OPTIMIZERS[_kind.__name__.lower()] = f"torch.optim:{_kind.__name__}"
+for _name in ("AdamW", "AdEMAMix", "Lion"):
+    # paged: their state moves to host memory where the GPU's runs out
+    _lower = _name.lower()
+    _OPTIMIZERS[f"{_lower}_8bit"] = f"bitsandbytes.optim:{_name}8bit"
+    _OPTIMIZERS[f"{_lower}_32bit"] = f"bitsandbytes.optim:{_name}"
+    _OPTIMIZERS[f"paged_{_lower}_8bit"] = f"bitsandbytes.optim:Paged{_name}8bit"
+    _OPTIMIZERS[f"paged_{_lower}_32bit"] = f"bitsandbytes.optim:Paged{_name}"
 _OPTIMIZERS |= {
     "muon": ".optimizers:MuonWithAdamW",
     "adafactor": "transformers.optimization:Adafactor",
@@ -281,7 +282,8 @@ class MuonWithAdamW(Optimizer):
                     other_groups, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True
                 )
             )
-        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
+        groups = list(chain.from_iterable(part.param_groups for part in self.parts))
+        super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -434,8 +436,9 @@ class Float32Steps(Optimizer):
         bfloat16.
         """
         super().load_state_dict(state_dict)
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        # A saved state has the numbers of parameters in place of them, in the same order.
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for index, parameter in zip(indices, parameters, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
                 if isinstance(value, Tensor) and name != "step":
