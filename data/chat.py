@@ -207,9 +207,10 @@ class Encoder:
         return _Turn(text, begin, shortened)
 
     def _are_marked(self, messages: list[Message]) -> bool:
-        """Whether {% generation %} tells the assistant's tokens. The texts of images would shift
-        its marks, so turns of such conversations are found by rendering.
-        """
+        """True if {% generation %} tells the assistant's tokens.
+
+        The texts of images would shift its marks, so turns of such conversations are found by
+        rendering."""
         return self._has_markers and not images_of(messages)
 
     def _trained(
@@ -315,8 +316,10 @@ class Encoder:
         return self._with_image_texts(text, shown) if shown else text
 
     def _in_parts(self, message: Message, shown: list[ImageRef]) -> Message:
-        """The message as templates of vision-language models want it: a content of parts where it
-        shows images, or where the template writes no plain text.
+        """The message as templates of vision-language models want it.
+
+        Its content is a list of parts where it shows images, or where the template writes no plain
+        text.
 
         Args:
             shown: the images of the messages before, to which this one's are added.

@@ -345,8 +345,7 @@ def _with_one_prompt(values: dict[str, PlainOrChat]) -> dict[str, PlainOrChat]:
 def _with_images(
     record: Record, values: dict[str, PlainOrChat], folder: str | None
 ) -> dict[str, PlainOrChat]:
-    """Conversations whose messages hold all images that they show: their own ones, and the images
-    of the row's column.
+    """Conversations whose messages hold the images that they show, the row's column among them.
 
     Args:
         folder: where relative paths begin; None if the model reads text alone.
@@ -696,9 +695,7 @@ def _set_trained(message: Message, at: str) -> None:
 
 
 def _part(part: object, images: list[ImageRef | None], at: str) -> str:
-    """The text of a part of a message's content; a hole for an image, which is added to
-    ``images``.
-    """
+    """The text of a part of a content; for an image a hole, and it is added to ``images``."""
     kind = _kind(part)
     if isinstance(part, Mapping):
         if part.get("type") == "text" and isinstance(part.get("text"), str):

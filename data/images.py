@@ -1,5 +1,4 @@
-"""Images of conversations: references to them, decoded pictures, and the text and the tensors that a
-model's processor makes of each.
+"""Images of conversations: references, pictures, and the text and tensors made of each.
 
 An image stays a file, or the bytes of one, until a model reads it. In a message it is the character
 `HOLE` of the text; the chat template writes the processor's placeholder there, and the processor
@@ -268,8 +267,9 @@ class ImageReader:
         return {self.token, *self.other_tokens}
 
     def read(self, images: Sequence[ImageRef]) -> Processed:
-        """The text and tensors of all images of one conversation: some processors cut an image into
-        tiles only if it is alone.
+        """The text and tensors of all images of one conversation.
+
+        They are read together: some processors cut an image into tiles only if it is alone.
 
         Raises:
             ImageError: if one of them can't be decoded, or the processor refuses them.

@@ -3,13 +3,17 @@
 batch               what objectives see
 models/             rows, hidden states, log-probs and scores of Hugging Face models
 train/              named losses over one forward pass; one step, and the generator of steps
-runs/               an open run (`RunContext`): its directory, data, reference, teacher, checkpoints, steps (`Training`)
-rollouts/           completions that the policy samples, by itself or on a vLLM server; the scheduler of a trainer
+runs/               an open run (`RunContext`): its directory, data, reference, teacher, checkpoints,
+                    steps (`Training`)
+rollouts/           completions that the policy samples, by itself or on a vLLM server; the scheduler
+                    of a trainer
 rewards/            functions that score completions; one table of scores per rollout
 environments/       multi-turn environments
-rl/                 rollout buffer, the context of online runs, and what policy-gradient recipes share
+rl/                 rollout buffer, the context of online runs, and what policy-gradient recipes
+                    share
 recipes/            settings, losses and, online, advantages: copy one and edit it
-config, cli, api    settings checked by their types; the command, and the recipes as functions, `burnish.dpo` and others
+config, cli, api    settings checked by their types; the command, and the recipes as functions,
+                    `burnish.dpo` and others
 """
 
 # ruff: noqa: I001 - "name as name" is how a typed package exports a name; sorted, each would be a

@@ -343,9 +343,7 @@ class Parallel(Settings):
 
 @dataclass(frozen=True)
 class Hub(Settings):
-    """Upload the model to a repository on the Hugging Face Hub, by the token in HF_TOKEN or of ``hf
-    auth login``.
-    """
+    """Upload the model to the Hugging Face Hub, by the token in HF_TOKEN or of ``hf auth login``."""
 
     prefix = "hub."
 
@@ -732,9 +730,9 @@ class Teacher(Settings):
 
 @dataclass(frozen=True)
 class Limits(Settings):
-    """Limits of a conversation. ``max_tokens`` of the sampling limits one turn; a turn cut by it is
-    the last.
-    """
+    """Limits of a conversation.
+
+    ``max_tokens`` of the sampling limits one turn; a turn cut by it is the last."""
 
     prefix = "limits."
 

@@ -40,7 +40,7 @@ _LISTED = 30  # maximal number of names that a message lists
 
 
 def nearest(complaint: str, name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
-    """Suggest a known name: ``complaint 'lerning_rate', did you mean 'learning_rate'?``
+    """Suggest a known name: "complaint 'lerning_rate', did you mean 'learning_rate'?".
 
     It is the one that is meant by another library's, that begins with the name, or that is nearest
     to it. If there is none, all of them are listed unless they are many.

@@ -13,7 +13,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import TracebackType
@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not faulthandler.is_enabled():
         faulthandler.enable(2)  # a crash in compiled code ends with the stacks of all threads
     name, *words = [*arguments] or [""]
+    # before anything is imported that logs: the first call of basicConfig wins
     handler = logging.StreamHandler()
     handler.setFormatter(HidingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -89,8 +90,7 @@ def _command(name: str, words: list[str]) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output that lets the run continue when its reader exits, as ``| head`` does, or its
-    disk is full.
+    """Standard output that outlives its reader, such as ``| head``, and a disk that is full.
 
     It waits for a full pipe, even if its reader has made it non-blocking.
     """
@@ -98,20 +98,24 @@ class _Output(io.FileIO):
     def write(self, data: Any) -> int:
         try:
             written = cast(int | None, super().write(data))
-            while written is None:
+            while written is None:  # the pipe is full, and not blocking
                 select.select([], [self], [])
                 written = cast(int | None, super().write(data))
             return written
         except OSError:
-            return len(data)
+            return len(data)  # as if it was written: the run goes on
 
 
 _PACKAGE = __package__.partition(".")[0]
 
 
 def _usage() -> str:
-    purposes = {name: settings_of(name).__doc__.partition("\n")[0] for name in RECIPES}
-    purposes |= {name: purpose for name, (_, purpose) in _COMMANDS.items()}
+    """What ``burnish --help`` prints: recipes and commands, a line each."""
+    purposes = {}
+    for name in RECIPES:
+        purposes[name], _, _ = settings_of(name).__doc__.partition("\n")
+    for name, (_, purpose) in _COMMANDS.items():
+        purposes[name] = purpose
     lines = "\n".join(f"  {name:10} {purpose}" for name, purpose in purposes.items())
     usage = "usage: burnish <recipe> [--config file.yaml] [--any.field value]"
     return (
@@ -129,7 +133,7 @@ def _completion(arguments: list[str]) -> int:
     return 0
 
 
-def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[str]) -> int:
+def _examine(command: str, flag: str, argument: Mapping[str, Any], arguments: list[str]) -> int:
     """``data`` or ``plan``: print a run instead of training; ``flag`` is the command's own."""
     usage = f"burnish {command} <recipe> [--config] recipe.yaml [--any.field value] [--{flag} {argument['metavar']}]"
     parser = argparse.ArgumentParser(
@@ -139,19 +143,17 @@ def _examine(command: str, flag: str, argument: dict[str, Any], arguments: list[
     options, words = parser.parse_known_args(arguments)
     recipe, *words = words or [""]
     if recipe not in RECIPES or recipe == "demo":
-        print(
-            nearest(f"burnish {command}: no recipe", recipe, RECIPES.keys() - {"demo"}),
-            file=sys.stderr,
-        )
+        complaint = nearest(f"burnish {command}: no recipe", recipe, RECIPES.keys() - {"demo"})
+        print(complaint, file=sys.stderr)
         parser.print_usage(sys.stderr)
         return 2
 
-    def show(recipe: str, config: Any) -> Any:
+    def show(recipe: str, config: object) -> bool | None:
         if os.environ.get("RANK", "0") == "0":
             print(whose_code(config))
-        return import_module(f".{command}", __package__).show(
-            recipe, config, getattr(options, flag)
-        )
+        module = import_module(f".{command}", __package__)
+        fits: bool | None = module.show(recipe, config, getattr(options, flag))
+        return fits
 
     flags = _with_file(words)
     # it uses no run directory, which a configuration must name, and trains on nothing
@@ -174,22 +176,20 @@ def _env(arguments: list[str]) -> int:
 def _translate(arguments: list[str]) -> int:
     """Print the configuration in burnish's names, under the line that starts it."""
     words = arguments or [""]
-    command = Command(words[0], list(words[1:])) if words[0] in RECIPES else from_command(words)
+    if words[0] in RECIPES:
+        command = Command(words[0], words[1:])
+    else:
+        command = from_command(words)
     recipe = command.recipe
     if recipe not in RECIPES or not command.flags:
-        print(
-            nearest("burnish translate: no recipe for", recipe, [*RECIPES, *table()["scripts"]]),
-            file=sys.stderr,
-        )
+        known = [*RECIPES, *table()["scripts"]]
+        print(nearest("burnish translate: no recipe for", recipe, known), file=sys.stderr)
         print("usage: burnish translate <recipe> trl.yaml [--flags of TRL]", file=sys.stderr)
-        print(
-            "    or a command: burnish translate accelerate launch dpo.py --beta 0.2",
-            file=sys.stderr,
-        )
+        command_line = "burnish translate accelerate launch dpo.py --beta 0.2"
+        print(f"    or a command: {command_line}", file=sys.stderr)
         return 2
-    ours, left, translation = read(
-        recipe, settings_of(recipe), _with_file(command.flags), to_run=False
-    )
+    flags = _with_file(command.flags)
+    ours, left, translation = read(recipe, settings_of(recipe), flags, to_run=False)
     if "config" in translation.refused:
         why = translation.refused["config"]
         print(f"burnish translate: {why}", file=sys.stderr)
@@ -201,9 +201,7 @@ def _translate(arguments: list[str]) -> int:
 
 
 def _tool(name: str, words: list[str]) -> int:
-    """A command on what was trained: ``run(words)`` of its module, which refuses with a message,
-    not a traceback.
-    """
+    """Run a command on what was trained, ``run(words)`` of its module; errors are one message."""
     shows_traceback = "--traceback" in words or bool(os.environ.get("BURNISH_TRACEBACK"))
     words = [word for word in words if word != "--traceback"]
     # peft imports it; see `_run`
@@ -276,7 +274,7 @@ def _with_file(words: list[str]) -> list[str]:
     return ["--config", *words] if words and not words[0].startswith("--") else words
 
 
-def _train(name: str, config: Any) -> bool:
+def _train(name: str, config: object) -> bool:
     """Train; returns false if the model should be on the Hub, and is not."""
     opened = opener(name)(config)
     if name == "demo":
@@ -288,7 +286,7 @@ def _train(name: str, config: Any) -> bool:
 def _run(
     name: str,
     arguments: list[str],
-    perform: Callable[[str, Any], Any] = _train,
+    perform: Callable[[str, Any], bool | None] = _train,
     *,
     rules: bool = True,
 ) -> int:
@@ -307,7 +305,7 @@ def _run(
         # imports make millions of objects that stay, and would be searched for garbage for seconds
         gc.disable()
         _prepare_libraries(config)
-        opener(name)  # the imports of the recipe
+        opener(name)  # imports the recipe, and with it torch
         gc.enable()
         done = perform(name, config)
     except KeyboardInterrupt:
@@ -331,7 +329,7 @@ def _run(
     return int(done is False)
 
 
-def _prepare_libraries(config: Any) -> None:
+def _prepare_libraries(config: object) -> None:
     """Keep libraries from warnings, waits and questions that help nobody who starts a run."""
     # peft's use of transformers
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
@@ -356,19 +354,15 @@ def _advise_after_demo(config: Any) -> None:
     )
 
 
-def _go_offline(config: Any) -> None:
-    """Where the Hub has no address, look for models in the local cache, instead of trying for
-    minutes.
-    """
+def _go_offline(config: object) -> None:
+    """Look for models in the cache alone where the Hub has no address: tries take minutes."""
     from urllib.request import getproxies
 
     from huggingface_hub import constants
 
-    models = [config, getattr(config, "teacher", None)]
-    names = [
-        getattr(config, "value_model", None),
-        *(getattr(each, "model", None) for each in models),
-    ]
+    teacher = getattr(config, "teacher", None)
+    names = [getattr(config, "value_model", None)]
+    names += [getattr(config, "model", None), getattr(teacher, "model", None)]
     are_files = all(name is None or os.path.exists(name) for name in names)
     if are_files or getproxies():  # a proxy looks up the Hub's address itself
         return

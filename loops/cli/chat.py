@@ -1,5 +1,4 @@
-"""``burnish chat RUN_OR_MODEL``: talk to a model on the terminal, or in a pipe, a line of standard
-input each turn.
+"""``burnish chat RUN_OR_MODEL``: talk to a model, a line of standard input each turn.
 
 The model's chat template makes the prompt, and its end tokens end an answer, as they do where it is
 served. A model without a chat template continues each line by itself.

@@ -25,7 +25,7 @@ def environment(files: Sequence[str] = ()) -> str:
 
 
 def _gpus() -> str:
-    """``2 x NVIDIA H100 80GB HBM3, 79 GiB, compute 9.0; CUDA 12.8, HIP None``"""
+    """Such as "2 x NVIDIA H100 80GB HBM3, 79 GiB, compute 9.0; CUDA 12.8, HIP None"."""
     try:
         import torch
     except ImportError:

@@ -1,7 +1,7 @@
-"""``burnish export RUN [OUT] [--step N | --best]``: a checkpoint of a run as a model that
-transformers and vLLM load.
+"""``burnish export RUN [OUT]``: a checkpoint as a model that transformers and vLLM load.
 
-    OUT/             model, tokenizer and generation configuration, as a run that ends there writes them to model/
+    OUT/             model, tokenizer and generation configuration, as a run that ends there writes
+                     them to model/
     OUT/adapter/     the adapter alone, where adapters were trained
     OUT/values/      value head or critic of ppo
 
@@ -69,8 +69,11 @@ def parser() -> argparse.ArgumentParser:
 
 def run(words: Sequence[str]) -> None:
     options = parser().parse_args(words)
-    moved = {name: getattr(options, name) for name in ("model", "tokenizer", "value_model")}
-    places = {name: place for name, place in moved.items() if place is not None}
+    places = {}
+    for name in ("model", "tokenizer", "value_model"):
+        place = getattr(options, name)
+        if place is not None:
+            places[name] = place
     step, target = export(
         options.run, options.out, step=options.step, best=options.best, places=places
     )
@@ -103,10 +106,10 @@ def export(
     settings = settings_in(directory)
     step = _chosen_step(directory, settings, step, best=best)
     path = checkpoint.path_of(directory / "checkpoints", step)
-    if problem := damage(path, slice(None)):
-        raise ValueError(
-            f"{path} is damaged: {problem}; give the --step of another, {_there(directory)}"
-        )
+    problem = damage(path, slice(None))
+    if problem:
+        fix = f"give the --step of another, {_there(directory)}"
+        raise ValueError(f"{path} is damaged: {problem}; {fix}")
     if target is None:
         target = directory / "exported" / path.name
     refuse_used(target)
@@ -139,9 +142,8 @@ def _chosen_step(
     """The step of the checkpoint to export; ValueError if there is none."""
     steps = checkpoint.steps_in(directory / "checkpoints")
     if not steps:
-        raise ValueError(
-            f"{directory}: there is no checkpoint; a run writes them by save_every, and at its end"
-        )
+        hint = "a run writes them by save_every, and at its end"
+        raise ValueError(f"{directory}: there is no checkpoint; {hint}")
     if best:
         return _best_step(directory, settings, steps)
     if step is None:
@@ -159,24 +161,26 @@ def _there(directory: Path) -> str:
 def _best_step(directory: Path, settings: Mapping[str, Any], steps: Sequence[int]) -> int:
     keep_best = settings.get("keep_best")
     if not keep_best:
-        raise ValueError(
-            f"{directory}: no checkpoint is the best, as the run had no keep_best; {_there(directory)}"
-        )
-    measured = [entry for entry in entries(directory / "metrics.jsonl") if entry["step"] in steps]
-    values = {int(entry["step"]): to_lower(keep_best, entry) for entry in measured}
+        problem = "no checkpoint is the best, as the run had no keep_best"
+        raise ValueError(f"{directory}: {problem}; {_there(directory)}")
+    values: dict[int, float] = {}
+    for entry in entries(directory / "metrics.jsonl"):
+        if entry["step"] in steps:  # which a resumed run may have measured twice
+            values[int(entry["step"])] = to_lower(keep_best, entry)
     finite = {step: value for step, value in values.items() if value < math.inf}  # nan is left out
     if not finite:
-        raise ValueError(
-            f"{directory}: {keep_best} was measured at no step with a checkpoint; {_there(directory)}"
-        )
+        problem = f"{keep_best} was measured at no step with a checkpoint"
+        raise ValueError(f"{directory}: {problem}; {_there(directory)}")
     return min(finite, key=finite.__getitem__)
 
 
 def _config_of(settings: Mapping[str, Any], places: Mapping[str, str]) -> Any:
-    """The settings by which the run made its model, in the class of a recipe with the same kind of
-    model.
-    """
-    kind = next((kind for name, kind in _KINDS.items() if name in settings), SFT)
+    """The settings by which the run made its model, as those of a recipe with such a model."""
+    kind: type[Common] = SFT
+    for name, class_of_kind in _KINDS.items():
+        if name in settings:
+            kind = class_of_kind
+            break
     known = {each.name for each in fields(kind)} & settings.keys()
     given = {name: settings[name] for name in _OF_MODEL if name in known}
     given |= places
@@ -209,9 +213,7 @@ def _untrained(config: Any, tokenizer: Any) -> Backbone:
 
 
 def _load(path: Path, policy: Backbone, config: Any, tokenizer: Any) -> None:
-    """Give the policy the weights of a checkpoint, and the tokens that it had learned to end
-    with.
-    """
+    """Give the policy a checkpoint's weights, and the tokens that it had learned to end with."""
     optimizer: Any = make_optimizer(config, policy) if averaged_by(config) else None
     state = checkpoint.load_weights(path, policy, optimizer)
     if optimizer is not None:
@@ -219,8 +221,9 @@ def _load(path: Path, policy: Backbone, config: Any, tokenizer: Any) -> None:
     tokens = state.get("end_tokens")
     if tokens is None:  # of an earlier version, which kept them only at the end of the run
         saved = path.parent.parent / "model"
-        tokens = (
-            ends_of(policy.plain.generation_config.from_pretrained(saved)) if saved.exists() else []
-        )
-    if line := add_end_tokens(policy.plain, tokens, tokenizer):
+        tokens = []
+        if saved.exists():
+            tokens = ends_of(policy.plain.generation_config.from_pretrained(saved))
+    line = add_end_tokens(policy.plain, tokens, tokenizer)
+    if line:
         print(line)

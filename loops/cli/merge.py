@@ -94,9 +94,7 @@ def merge(adapter: Path, target: Path, *, base: str | None = None) -> None:
 
 
 def _described(adapter: Path) -> dict[str, Any]:
-    """The configuration of an adapter; ValueError unless it is one of LoRA that merges into plain
-    weights.
-    """
+    """The configuration of an adapter; ValueError unless it is LoRA that merges into weights."""
     path = adapter / "adapter_config.json"
     if not path.exists():
         raise ValueError(
@@ -121,9 +119,7 @@ def _described(adapter: Path) -> dict[str, Any]:
 
 
 def _with_adapter(config: SFT, task: str, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The base model with the adapter in it; of a classifier with as many outputs as the adapter's
-    head has.
-    """
+    """The base model with the adapter; of a classifier, with the outputs of the adapter's head."""
     if task not in _CLASSIFIERS:
         return load_model(config)
     labels = {label: f"LABEL_{label}" for label in range(_outputs(weights))}
@@ -144,8 +140,7 @@ def _outputs(weights: Mapping[str, Tensor]) -> int:
 
 
 def _check_whole(adapter: Path, base: str, weights: Mapping[str, Tensor], policy: Backbone) -> None:
-    """Raise ValueError if weights of the adapter have no place in the model, or places in it have
-    no weight.
+    """Raise ValueError if weights of the adapter have no place in the model, or the reverse.
 
     peft warns of the former at most, and leaves the latter as they begin, adding nothing.
     """

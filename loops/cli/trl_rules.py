@@ -300,9 +300,7 @@ def best(trl: Translation) -> Fields:
 
 
 def hub(trl: Translation) -> Fields:
-    """The repository that the model is uploaded to. A token is refused: files and flags are read by
-    others.
-    """
+    """The repository to upload the model to; a token is refused, as others read files and flags."""
     if not trl["push_to_hub"]:
         names = [name for name in table()["rules"]["hub"][1:] if name in trl.given]
         if names:

@@ -132,9 +132,7 @@ def save_start(directory: Path, *, seed: int) -> None:
 def teach(
     directory: Path, questions: Iterable[str], *, steps: int, seed: int, batch_size: int = 96
 ) -> None:
-    """SFT of the model in ``directory/start`` on the answers to these questions, into
-    ``directory/sft``.
-    """
+    """Train ``directory/start`` by SFT on the answers to these questions, into ``directory/sft``."""
     rows = ({"prompt": q, "completion": solve(q)} for q in questions)
     stage = _stage(directory, "sft", "start", rows, seed=seed, steps=steps)
     open_sft(
@@ -145,9 +143,7 @@ def teach(
 def _stage(
     directory: Path, name: str, start: str, rows: Iterable[dict[str, str]], **settings: Any
 ) -> dict[str, Any]:
-    """The settings of a stage that begins with the model in ``directory/start``, its rows written
-    to a file.
-    """
+    """The settings of a stage that begins with ``directory/start``; its rows are put into a file."""
     data = write(directory / f"{name}.jsonl", rows)
     return {
         "model": str(directory / start),
@@ -166,9 +162,7 @@ def solve(question: str) -> str:
 def sample(
     model_directory: Path, questions: Sequence[str], *, count: int, temperature: float
 ) -> list[list[str]]:
-    """``count`` answers of a saved model to each question; at temperature 0 the likeliest
-    digits.
-    """
+    """Sample ``count`` answers of a saved model to each question; at 0 the likeliest digits."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory)
     model: Any = AutoModelForCausalLM.from_pretrained(model_directory)
     how = (

@@ -1,9 +1,9 @@
-"""Policy optimization against the other completions of a prompt: GRPO and its relatives, RLOO among
-them.
+"""Policy optimization relative to a prompt's other completions: GRPO, RLOO and relatives.
 
     A_i      (R_i − mean R) / std R, over the rewards R of the completions of its prompt, its group
     ρ_t      π(t) / π_old(t), the ratio of a token of completion i to the policy that sampled it
-    loss     −min(ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε) A_i), weighted by 1 / length of the completion, + β KL(π, π_ref)
+    loss     −min(ρ_t A_i, clip(ρ_t, 1 − ε, 1 + ε) A_i), weighted by 1 / length of the completion,
+             + β KL(π, π_ref)
 
 A variant is a row of the settings in which the papers differ: a loss, its weighting, and the
 divisor of the advantage.

@@ -1,5 +1,4 @@
-"""Preference training on the policy's own completions: the best and the worst of a prompt make a
-pair.
+"""Preference training on the policy's own completions, of each prompt the best and the worst.
 
 Guo et al. 2024, "Direct Language Model Alignment from Online AI Feedback", arXiv:2402.04792, with
 rewards as the judge.

@@ -1,10 +1,11 @@
-"""Proximal policy optimization: a value function rates each state, so that one completion of a
-prompt is enough.
+"""Proximal policy optimization: with a value function, one completion of a prompt is enough.
 
     r_t          −β log π_old/π_ref of token t, and at the last token the reward of the completion
     V            a linear head, zero at first, on the policy's own backbone, or on a model of its own
-    A_t, R_t     generalized advantage estimates and returns, from the values of the policy that begins the rollout
-    loss         clipped surrogate of A, whitened over all tokens of the rollout, + c · clipped squared error of V to R
+    A_t, R_t     generalized advantage estimates and returns, from the values of the policy that
+                 begins the rollout
+    loss         clipped surrogate of A, whitened over all tokens of the rollout,
+                 + c · clipped squared error of V to R
 
 Sharing the backbone needs no second model, and c limits the values' effect on it; `value_model` is
 the paper's critic.

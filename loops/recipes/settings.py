@@ -124,9 +124,7 @@ class DPO(Referenced, Pairs, OfflineConfig):
 
 @dataclass(frozen=True)
 class CPO(Pairs, OfflineConfig):
-    """Preference training on pairs without a reference: contrast of the two, plus NLL of the chosen
-    completion.
-    """
+    """Preference training without a reference: contrast of a pair, plus NLL of the chosen one."""
 
     loss: Literal["cpo", "simpo", "alpha_po"] = "cpo"
     """Contrast of the two completions: of their log-probs (cpo) or of those per token (simpo,
@@ -143,9 +141,7 @@ class CPO(Pairs, OfflineConfig):
 
 @dataclass(frozen=True)
 class ORPO(OfflineConfig):
-    """Preference training on pairs in one stage: NLL of the chosen completions plus the odds ratio
-    of the two.
-    """
+    """Preference training in one stage: NLL of the chosen completions plus the pair's odds ratio."""
 
     learning_rate: NonNegativeFloat = 8e-6
     odds_ratio: NonNegativeFloat = 0.1
@@ -154,9 +150,7 @@ class ORPO(OfflineConfig):
 
 @dataclass(frozen=True)
 class KTO(Referenced, OfflineConfig):
-    """Training on completions marked desirable or undesirable; preference pairs count as one of
-    each.
-    """
+    """Training on desirable and undesirable completions; a preference pair is one of each."""
 
     learning_rate: NonNegativeFloat = 1e-6
     loss: LossMix = "kto"
@@ -186,9 +180,7 @@ class KTO(Referenced, OfflineConfig):
 
 @dataclass(frozen=True)
 class Reward(OfflineConfig):
-    """A reward model: a new head on the model, trained on pairs, on rated completions or on
-    rankings.
-    """
+    """A reward model: a new head, trained on pairs, on rated completions or on rankings."""
 
     loss: Literal[
         "bradley_terry",
@@ -234,9 +226,7 @@ class Reward(OfflineConfig):
 
 @dataclass(frozen=True)
 class PRM(OfflineConfig):
-    """A process reward model: a head that judges each step where it ends, trained on solutions with
-    labeled steps.
-    """
+    """A process reward model: a head that judges each step of a solution, from labeled steps."""
 
     separator: str = "\n"
     """Text that ends a step; the model reads it after each step, and scores the step there."""
@@ -246,9 +236,7 @@ class PRM(OfflineConfig):
 
 @dataclass(frozen=True)
 class Distill(SFT, SamplingConfig):
-    """Training on a teacher's distribution of the next token, on messages, text, or prompts with
-    completions.
-    """
+    """Training on a teacher's distribution of the next token, on data as SFT takes it."""
 
     teacher: Teacher = field(default_factory=Teacher)
     """The teacher and the divergence from it."""
@@ -286,9 +274,7 @@ class Distill(SFT, SamplingConfig):
 
 @dataclass(frozen=True)
 class GRPO(PolicyGradientConfig):
-    """Reinforcement learning from rewards, each completion compared with the others of its
-    prompt.
-    """
+    """Reinforcement learning from rewards, relative to the other completions of a prompt."""
 
     variant: VariantName = "grpo"
     """Named settings of the loss, its weighting and the advantage; the settings below override
@@ -393,9 +379,7 @@ class GRPO(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class RLOO(GRPO):
-    """Reinforcement learning from rewards, each completion compared with the mean of the others of
-    its prompt.
-    """
+    """Reinforcement learning from rewards, relative to the mean of a prompt's other completions."""
 
     variant: VariantName = "rloo"
     group_size: PositiveInt = 4
@@ -405,9 +389,7 @@ class RLOO(GRPO):
 
 @dataclass(frozen=True)
 class PPO(PolicyGradientConfig):
-    """Reinforcement learning from rewards with a value function, on one completion of each prompt
-    or several.
-    """
+    """Reinforcement learning from rewards with a value function, which needs no group."""
 
     group_size: PositiveInt = 1
     prompts_per_rollout: PositiveInt = 64
@@ -451,9 +433,7 @@ class PPO(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class OnlineDPO(Pairs, OnlineConfig):
-    """Preference training on pairs of the policy's own completions, the best and the worst of each
-    group by reward.
-    """
+    """Preference training on the policy's own completions, a group's best and worst by reward."""
 
     group_size: PositiveInt = 2
     """Completions per prompt, of which two make a pair."""
@@ -472,9 +452,7 @@ class OnlineDPO(Pairs, OnlineConfig):
 
 @dataclass(frozen=True)
 class Demo:
-    """Train a small model from scratch, offline: SFT, then DPO on its own completions, then
-    GRPO.
-    """
+    """Train a small model from scratch, offline: SFT, DPO on its own completions, GRPO."""
 
     output: str = "burnish-demo"
     """Directory of the demonstration; a number is appended if it is taken."""

@@ -109,7 +109,7 @@ def test_turns_that_a_template_rewrites_as_history_are_examples_of_their_own(
     ]
 
 
-def test_turns_that_markers_mark_are_examples_of_their_own_where_history_is_rewritten(
+def test_marked_turns_are_examples_of_their_own_where_history_is_rewritten(
     byte_tokenizer,
 ) -> None:
     tokenizer = byte_tokenizer("markers")
@@ -125,7 +125,7 @@ def test_turns_that_markers_mark_are_examples_of_their_own_where_history_is_rewr
     ] == ["<think>a</think>4<|im_end|>", "4 assistant\nfour<|im_end|>"]
 
 
-def test_an_answer_without_the_reasoning_that_the_generation_prompt_opens_begins_after_the_header(
+def test_a_reply_without_the_reasoning_that_its_prompt_opens_follows_the_header(
     byte_tokenizer,
 ) -> None:
     tokenizer = byte_tokenizer()
@@ -248,7 +248,7 @@ def test_a_tokenizer_with_a_manner_of_its_own_at_the_start_of_a_text_splits_as_w
     assert tokenizer.decode(last).endswith("four<|im_end|>")
 
 
-def test_a_token_over_an_edge_is_refused_where_the_tokenizer_adds_to_the_start_of_a_text(
+def test_a_token_over_an_edge_is_refused_where_the_start_of_a_text_gets_more(
     byte_tokenizer,
 ) -> None:
     from tokenizers import normalizers

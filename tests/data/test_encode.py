@@ -93,7 +93,7 @@ def test_supervised_tokens_are_those_of_the_peer(rows, tokenizer, trl) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_of_a_completion_of_several_messages_the_tokens_are_the_peers_and_the_users_are_not_trained(
+def test_a_completion_of_several_messages_has_the_peers_tokens_and_trains_no_user(
     tokenizer, trl
 ) -> None:
     rows = [{"prompt": [SYSTEM, USER], "completion": [ANSWER, USER, OTHER]}]

@@ -143,9 +143,7 @@ def within_15_percent(recipe, kind, fields, settings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", MORE)
-def test_the_predicted_peak_of_every_recipe_is_within_15_percent_of_what_the_allocator_counts(
-    run, settings
-):
+def test_every_recipes_predicted_peak_is_within_15_percent_of_the_allocators(run, settings):
     assert within_15_percent(*MORE[run], settings)
 
 
@@ -163,9 +161,7 @@ def test_the_predicted_peak_is_within_15_percent_of_what_the_allocator_counts(ru
         *(("dpo, bfloat16, recomputed", setting) for setting in ("dp_shard_size", "cp_size")),
     ],
 )
-def test_the_predicted_peak_of_a_rank_is_within_15_percent_where_the_model_is_in_shards(
-    run, setting, values
-):
+def test_the_predicted_peak_of_a_rank_with_shards_is_within_15_percent(run, setting, values):
     recipe, kind, fields = SHARDED[run]
     fields = values(kind, **fields, parallel={setting: 2})
     predicted = rehearse(*configured(recipe, fields)).total
@@ -217,7 +213,7 @@ def test_memory_is_what_the_settings_make_it(settings):
 
 
 @pytest.mark.slow
-def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_a_gpu(settings):
+def test_weights_to_be_saved_are_held_in_the_checkpoints_dtype_but_not_on_a_gpu(settings):
     fields = {
         **BFLOAT16,
         "lora": {"r": 8},
@@ -238,7 +234,7 @@ def test_weights_to_be_saved_are_held_in_the_dtype_of_the_checkpoint_but_not_on_
 
 
 @pytest.mark.slow
-def test_shards_divide_what_a_rank_keeps_and_layers_are_gathered_in_the_precision_of_the_computation(
+def test_shards_divide_what_a_rank_keeps_and_layers_are_gathered_to_compute(
     settings,
 ):
     """Eight ranks, of which each has an eighth; in bfloat16 what is trained and kept stays in

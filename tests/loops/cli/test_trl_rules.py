@@ -175,7 +175,7 @@ def test_every_field_of_an_experimental_trainer_of_the_installed_trl_is_in_the_t
     assert null_without_a_meaning(recipe, translate(recipe, fields_of(recipe), given).ours) == set()
 
 
-def test_the_script_of_distillation_trains_at_the_rate_of_its_trainer_in_the_installed_trl():
+def test_distillation_trains_at_the_rate_of_the_installed_trls_trainer():
     trainer = pytest.importorskip("trl").DistillationConfig
     defaults = {field.name: field.default for field in dataclasses.fields(trainer)}
     words = dict(zip(*[iter(from_command(["distillation.py"]).flags)] * 2, strict=True))

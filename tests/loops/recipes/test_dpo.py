@@ -89,9 +89,7 @@ def test_wpo_weighs_a_pair_by_how_likely_the_policy_is_to_say_it(policy, batch):
     )
 
 
-def test_token_level_dpo_reads_the_divergence_of_whole_completions_from_the_reference(
-    policy, batch
-):
+def test_token_level_dpo_reads_the_divergence_of_completions_from_the_reference(policy, batch):
     reference_model = Policy(make_model("llama", seed=1))
     terms = {
         "tdpo1": Term(partial(tdpo1, beta=0.1)),

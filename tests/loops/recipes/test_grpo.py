@@ -161,7 +161,7 @@ def test_wrong_settings_are_refused_before_a_model_is_loaded(
     ],
     ids=str,
 )
-def test_an_estimator_that_only_measures_and_a_weighting_that_weighs_something_are_accepted(config):
+def test_a_measuring_estimator_and_a_weighting_with_something_to_weigh_are_taken(config):
     assert grpo_losses(GRPO(model="", data="", output="", **config))
 
 

@@ -147,7 +147,7 @@ def test_what_is_clipped_because_something_was_learned_is_no_warning(common, tmp
     assert WARNING not in caplog.text
 
 
-def test_the_bound_of_log_probs_is_for_weights_of_the_step_and_for_a_whole_distribution():
+def test_the_bound_of_log_probs_is_for_step_weights_and_a_whole_distribution():
     for rank in (SimpleNamespace(is_main_process=True), SimpleNamespace(is_main_process=False)):
         mismatch = SamplerMismatch(rank, "sampled", bound=0.5)
         mismatch.check_first_step({"sampling/logp_difference": 0.49, "age/max": 0.0})

@@ -68,7 +68,7 @@ def test_one_stage_preference_training_learns_the_answer_from_nothing(
 @pytest.mark.parametrize(
     "adapters", [[], slow(["--lora.r", "8", "--learning_rate", "5e-3"])], ids=["whole", "lora"]
 )
-def test_a_reward_model_tells_unseen_answers_apart_and_loads_as_a_sequence_classifier(
+def test_a_reward_model_tells_unseen_completions_apart_and_loads_as_a_classifier(
     taught, tmp_path, adapters
 ):
     flags = ["--steps", "60", "--learning_rate", "2e-3", "--centering", "0.01", *adapters]
