@@ -170,12 +170,18 @@ def _entropy(entropy: PerToken) -> tuple[PerToken, Stats]:
     return entropy.detach(), {}
 
 
+def _token_accuracy(token_rank: PerToken) -> tuple[PerToken, Stats]:
+    """1 where the token is the likeliest one, as TRL's metric of this name."""
+    return (token_rank == 0).float(), {}
+
+
 def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, Stats]:
     return logp_chosen.detach(), {"logps/rejected": logp_rejected.detach()}
 
 
 # Also measured, over all completions, and logged under these names.
 ENTROPY = {"entropy": Term(_entropy, 0.0)}
+TOKEN_ACCURACY = {"mean_token_accuracy": Term(_token_accuracy, 0.0)}
 PAIR_METRICS = {"logps/chosen": Term(_pair_logps, 0.0), **ENTROPY}
 
 
@@ -242,8 +248,11 @@ def needs_teacher(losses: Mapping[str, Term]) -> bool:
 def outputs_for(losses: Mapping[str, Term]) -> tuple[Extra, ...]:
     """Further outputs of the log-prob kernel that the losses need."""
     outputs: list[Extra] = []
-    if "mean_logp" in tensors_needed(losses):
+    needed = tensors_needed(losses)
+    if "mean_logp" in needed:
         outputs.append("mean_logprob")
+    if "token_rank" in needed:
+        outputs.append("rank")
     if any(term.factor == "wpo" for term in losses.values()):
         outputs.append("log_sum_squares")
     return tuple(outputs)
@@ -269,8 +278,9 @@ def policy_tensors(
             `burnish.objectives.f_divergence_score`.
         teacher: a teacher's outputs for the batch, for the tensor ``divergence``.
         outputs: further outputs of the log-prob kernel: "mean_logprob" gives ``mean_logp``, for
-            label smoothing; "log_sum_squares" gives ``wpo``, the weight of each completion and of
-            each pair, a product of two.
+            label smoothing; "rank" gives ``token_rank``, how many tokens are likelier than each;
+            "log_sum_squares" gives ``wpo``, the weight of each completion and of each pair, a
+            product of two.
         pairs: whether the examples are pairs of a chosen and a rejected completion.
         temperature: of the policy's softmax, the one that completions were sampled at.
     """
@@ -290,6 +300,7 @@ def policy_tensors(
             "entropy": forward.entropy,
             "logsumexp": forward.logsumexp,
             "mean_logp": forward.mean_logprob,
+            "token_rank": forward.rank,
             "value": forward.value,
             "divergence": forward.divergence,
             "ref_logp": None if reference is None else reference(batch),
@@ -390,6 +401,7 @@ _SOURCES = {  # the arguments that provide tensors which a loss may lack
     "policy_tensors(reference=..., pairs=True)": ("ref_chosen", "ref_rejected"),
     "policy_tensors(reference=...)": ("ref_logp",),
     'policy_tensors(outputs=("mean_logprob",))': ("mean_logp",),
+    'policy_tensors(outputs=("rank",))': ("token_rank",),
     "policy_tensors(teacher=...)": ("divergence",),
     "a policy with a value_head or a critic": ("value",),
     "score_tensors": ("logit",),
