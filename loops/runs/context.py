@@ -389,19 +389,16 @@ def open_run(
     eval_accounting: Accounting | None = None
     if records[1]:
         eval_data, eval_accounting = encoded(records[1])
-    seen = accounting.images + (eval_accounting.images if eval_accounting else 0)
     # Of a stream, nobody knows whether later rows have images.
-    sees = encoder is reader and (seen > 0 or stream is not None)
+    seen = stream is not None or _has_images(accounting) or _has_images(eval_accounting)
+    sees = encoder is reader and seen
     if sees:
         _check_images(config)
     load = load_weights or partial(load_model, images=sees)
     model = load(config)
     check_tokens(model, tokenizer, data, eval_data)
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
-    if sees and reader is not None:
-        make = partial(make, images=ImageInputs(reader))
-    wrapped = _placed(config, accelerator, model, make)
-    wrapped.reader = reader
+    wrapped = _wrapped(config, accelerator, model, make, reader, sees=sees)
     run = RunContext(
         config,
         accelerator,
@@ -419,6 +416,10 @@ def open_run(
     run.eval_accounting = eval_accounting
     run.end_with({*chosen, *accounting.end_tokens})
     return run
+
+
+def _has_images(accounting: Accounting | None) -> bool:
+    return accounting is not None and accounting.images > 0
 
 
 def _open_stream(config: Common, encode: Callable[..., tuple[Dataset, Accounting]]) -> Stream:
@@ -445,18 +446,34 @@ def _read_records(config: Common, accelerator: Accelerator) -> tuple[list[Record
     return main_first(accelerator, read)
 
 
-def _placed(
-    config: Common, accelerator: Accelerator, model: nn.Module, make: Callable[..., Any]
+def _wrapped(
+    config: Common,
+    accelerator: Accelerator,
+    model: nn.Module,
+    make: Callable[..., Any],
+    reader: ImageReader | None,
+    *,
+    sees: bool,
 ) -> Any:
-    """The policy or scorer of a model, on this rank's device, or in shards of the ranks."""
+    """The policy or scorer of a model, on this rank's device, or in shards of the ranks.
+
+    Args:
+        reader: of a vision-language model.
+        sees: whether the model is to see images.
+    """
+    options: dict[str, Any] = {}
+    if sees and reader is not None:
+        options["images"] = ImageInputs(reader)
     mesh = open_mesh(config, accelerator)
-    if mesh is not None:  # shards find their own device
-        param_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
-        return make(model, mesh=mesh, param_dtype=param_dtype)
     quantized = config.quantize is not None or getattr(model, "is_quantized", False)
-    if not quantized:  # bitsandbytes has placed quantized weights
+    if mesh is not None:  # shards find their own device
+        options["mesh"] = mesh
+        options["param_dtype"] = torch.bfloat16 if config.dtype == "bfloat16" else None
+    elif not quantized:  # bitsandbytes has placed quantized weights
         model = model.to(accelerator.device)
-    return make(model)
+    wrapped = make(model, **options)
+    wrapped.reader = reader
+    return wrapped
 
 
 def _open_images(
