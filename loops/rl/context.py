@@ -2,7 +2,6 @@
 are evaluated.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +17,11 @@ from ..environments import MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
 from ..redaction import resolved_data
+from ..rewards.at_k import at_k_metrics
 from ..rewards.resolve import resolve_rewards
 from ..rewards.scoring import RewardFunction, check_columns, score_samples
 from ..rewards.table import reward_metrics, score
+from ..rollouts.event_loops import gather_or_cancel
 from ..rollouts.replay import open_sample_log
 from ..rollouts.sample import Request, Row, Sample
 from ..rollouts.scheduler import RolloutScheduler, prompt_order
@@ -31,6 +32,8 @@ from ..runs.trackers import log_table
 from .distributed import Follower, distributed
 from .settings import OnlineConfig
 from .sources import check_sampling, open_local, open_scheduler
+
+_LAST = 1  # the priority of held-out prompts: after those that train
 
 
 @dataclass
@@ -59,18 +62,48 @@ class RLContext:
     converse: Callable[..., RolloutSource] = lambda source, row: source
     order: Callable[[int], int] = lambda task: task
 
-    def evaluate(self) -> dict[str, float]:
-        """The rewards of completions for held-out prompts, which the policy itself samples.
+    def evaluate(self, *, publish: bool = True) -> dict[str, float]:
+        """The rewards of completions for held-out prompts, from the source of those that train.
 
-        Every rank calls it.
+        Every rank calls it. A server samples them when it has a place to spare, and from the
+        weights that are published, whose version is one of the metrics; the policy itself from its
+        weights at this moment.
+
+        Args:
+            publish: first publish the weights to the server, as the next rollout would.
         """
+        if self.run.config.source == "policy":
+            return self._evaluate_policy()
+        scheduler: Any = self.scheduler
+
+        def evaluate_there() -> dict[str, float]:
+            if publish:
+                scheduler.publish()
+            metrics: dict[str, float] = scheduler.beside(self._evaluate)
+            return {**metrics, "version": float(scheduler.version)}
+
+        return from_main(self.run.accelerator, evaluate_there, self.follow)
+
+    def _evaluate_policy(self) -> dict[str, float]:
         scheduler: Any = self.scheduler
         accelerator = self.run.accelerator
         source: Any = open_local(self.run, version=0)
-        groups = len(cast(Dataset, self.run.eval_data))
-        source, follower = distributed(accelerator, source, purpose="evaluation", groups=groups)
+        source, follower = distributed(
+            accelerator,
+            source,
+            purpose="evaluation",
+            groups=len(cast(Dataset, self.run.eval_data)),
+            group_size=self.run.config.eval_samples,
+        )
+
+        async def evaluate_and_close() -> dict[str, float]:
+            try:
+                return await self._evaluate(source)
+            finally:
+                await source.close()
+
         metrics: dict[str, float] = from_main(
-            accelerator, lambda: scheduler.loop.run(self._evaluate(source))
+            accelerator, lambda: scheduler.loop.run(evaluate_and_close())
         )
         if follower is not None:
             follower.close()
@@ -88,16 +121,16 @@ class RLContext:
         # one.
         key = -1 - config.seed
         requests = [
-            Request(task, prompt, range(1), sampling, key)
+            Request(task, prompt, range(config.eval_samples), sampling, key, priority=_LAST)
             for task, prompt in enumerate(eval_data["prompt"])
         ]
-        try:
-            groups = await asyncio.gather(*map(source.sample, requests))
-        finally:
-            await source.close()
+        groups = await gather_or_cancel(map(source.sample, requests))
         samples = list(chain.from_iterable(groups))
-        await score_samples(self.rewards, rows, samples)
-        metrics = reward_metrics(score(self.rewards, samples))
+        await score_samples(self.rewards, [rows[sample.task] for sample in samples], samples)
+        table = score(self.rewards, samples)
+        metrics = reward_metrics(table)
+        if config.eval_samples > 1:
+            return metrics | at_k_metrics(table, config.eval_samples, config.eval_right)
         # With one completion of each prompt, nothing varies within a group.
         of_groups = [name for name in metrics if "zero_std" in name or name == "reward_std"]
         for name in of_groups:

@@ -76,6 +76,7 @@ class RolloutFeed(StepFeed):
         if self.scheduler is not None and self.dynamic_sampling:
             self.scheduler.keep = self._varies
         self.step = -1  # latest requested step
+        self._published: int | None = None  # the version that an evaluation has published
         self.rollout: RolloutBuffer | None = None
         self.monitor = RewardMonitor()
         self.metrics: dict[str, float] = {}  # of the current rollout, the same in each of its steps
@@ -169,7 +170,13 @@ class RolloutFeed(StepFeed):
             raise ValueError(
                 "evaluate: an online recipe samples the completions of eval_data; pass rows as that"
             )
-        return self.context.evaluate()
+        # Further steps on a rollout make no version of their own.
+        between_rollouts = (self.step + 1) % self.steps_per_rollout == 0
+        with may_stand(self._longest_wait):
+            metrics = self.context.evaluate(publish=between_rollouts)
+        if between_rollouts and self.config.source != "policy":
+            self._published = (self.step + 1) // self.steps_per_rollout
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         kept = None
@@ -213,7 +220,8 @@ class RolloutFeed(StepFeed):
         rewards vary, and metrics of all."""
         wanted = self.config.prompts_per_rollout
         assert self.scheduler is not None
-        self.scheduler.publish()
+        if self._published != number:
+            self.scheduler.publish()
         kept: list[list[Sample]] = []
         passed_over: list[list[Sample]] = []
         wasted = 0

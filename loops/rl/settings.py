@@ -230,15 +230,28 @@ class OnlineConfig(Referenced, SamplingConfig):
     one of that name.
     """
     eval_temperature: NonNegativeFloat = 0.0
-    """Temperature of the completions for `eval_data`, which the policy itself samples; 0 takes the
-    likeliest token.
+    """Temperature of the completions for `eval_data`; 0 takes the likeliest token."""
+    eval_samples: PositiveInt = 1
+    """Completions for each prompt of `eval_data`, from the same source as those that train; above 1
+    their mean reward (avg@n) and the probability that one of k is right (pass@k) are reported.
     """
+    eval_right: float = 1.0
+    """The smallest reward of a completion that counts as right, for pass@k."""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from self.sampling_contradictions()
         if self.streaming:
             yield "streaming: this recipe samples completions for prompts, all of which it reads beforehand"
+        if self.eval_samples > 1 and self.eval_temperature == 0:
+            yield (
+                f"eval_samples: at eval_temperature 0 all {self.eval_samples} completions of a prompt are the same; "
+                "set eval_temperature, such as to 1.0, or eval_samples to 1"
+            )
+        if self.eval_samples > 1 and self.eval_data is None:
+            yield "eval_samples: there are no prompts to sample for; set eval_data, or leave it out"
+        if self.source != "policy" and 0 < self.eval_temperature < 0.01:
+            yield f"eval_temperature: vLLM samples at 0, or at 0.01 or above, got {self.eval_temperature:g}"
         most = (self.max_staleness + 1) * self.prompts_per_rollout
         if self.in_flight is not None and not self.prompts_per_rollout <= self.in_flight <= most:
             yield (

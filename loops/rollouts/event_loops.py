@@ -3,6 +3,7 @@ loop.
 """
 
 import asyncio
+import heapq
 import logging
 import os
 import sys
@@ -11,10 +12,11 @@ import time
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterable
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import asynccontextmanager, closing
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -99,6 +101,49 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Gate:
+    """A semaphore whose places go to those of the lowest priority number, then to who came first.
+
+    Args:
+        places: how many may be within at once.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._numbers = count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    @asynccontextmanager
+    async def passed(self, priority: int = 0) -> AsyncIterator[None]:
+        """Within it a place is taken."""
+        await self._enter(priority)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, priority: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, next(self._numbers), turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it got a place at the same moment
+                self._leave()
+            raise
+
+    def _leave(self) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():  # or else it was given up
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 class _TorchState:

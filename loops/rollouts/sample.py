@@ -67,6 +67,7 @@ class Request:
             again.
         key: of the run, usually its seed.
         turn: of a conversation; its earlier turns are part of the prompt.
+        priority: of requests that wait for a place, those of the lowest number go first.
     """
 
     task: int
@@ -75,6 +76,7 @@ class Request:
     sampling: SamplingParams
     key: int
     turn: int = 0
+    priority: int = 0
 
     def seed(self, index: int) -> int:
         """The seed of one completion in [0, 2⁶³): a hash of the request, so that order and

@@ -31,12 +31,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -51,6 +51,8 @@ from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
 from .source import NamedWeights, RolloutSource, SourceLost, check_completions
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _SLOW_SCORE = 300.0  # seconds after which a score is said to take long, and again after as many
 
@@ -296,6 +298,15 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         self.waited += time.perf_counter() - began
         return selection
 
+    def beside(self, sample: Callable[[RolloutSource], Coroutine[Any, Any, T]]) -> T:
+        """The result of ``await sample(source)``, whose source samples from the published weights
+        beside the run's own groups, and repeats failed requests as theirs are.
+
+        Raises:
+            SourceError: if the source is down for good.
+        """
+        return self.loop.run(self._beside(sample))
+
     def close(self) -> None:
         """Cancel requests under way, and close the source."""
         if not self.loop.closed:
@@ -413,6 +424,20 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         return Selection(
             [groups[task] for task in kept], [groups[task] for task in passed_over], wasted
         )
+
+    async def _beside(self, sample: Callable[[RolloutSource], Coroutine[Any, Any, T]]) -> T:
+        assert self.version is not None
+        await self._publish(self.version, only_if_lost=True)
+        republishing = asyncio.create_task(self._republish_if_lost(self.version))
+        sampling = asyncio.create_task(sample(self._repeated))
+        either: list[asyncio.Task[Any]] = [sampling, republishing]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return sampling.result() if sampling.done() else republishing.result()
+        finally:
+            for each in either:
+                each.cancel()
+            await asyncio.gather(*either, return_exceptions=True)
 
     async def _wait(
         self, step: int, count: int, most: float, republishing: asyncio.Task[NoReturn]

@@ -83,7 +83,8 @@ def for_trackers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         kind, plain = (
             ("eval", name.removeprefix("eval/")) if name.startswith("eval/") else ("train", name)
         )
-        named[f"{kind}/{RENAMED.get(plain, plain)}"] = value
+        name = RENAMED.get(plain, plain).replace("@", "_at_")  # mlflow takes no @
+        named[f"{kind}/{name}"] = value
     return {**named, "train/global_step": step}
 
 

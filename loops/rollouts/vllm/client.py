@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import httpx2
 
+from ..event_loops import Gate
 from ..source import SourceError, SourceLost
 from .answers import WORDS, shown
 
@@ -84,9 +85,7 @@ class VLLMClient:
             headers["Authorization"] = f"Bearer {key}"
         user, _, password = login.partition(":")
         self._timeout, self._patience, self._concurrency = timeout, patience, concurrency
-        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            WeakKeyDictionary()
-        )
+        self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, Gate] = WeakKeyDictionary()
         self._http = httpx2.AsyncClient(
             auth=(unquote(user), unquote(password)) if login else None,
             headers=headers,
@@ -137,13 +136,12 @@ class VLLMClient:
     async def post(self, path: str, body: object, name: str = "", kind: type = object) -> Any:
         return await self._call(path, body, self._patience, name, kind)
 
-    async def generate(self, body: Any) -> Any:
+    async def generate(self, body: Any, priority: int = 0) -> Any:
         largest = min(
             _LARGEST + _PER_TOKEN * body["sampling_params"]["max_tokens"], _LARGEST_COMPLETION
         )
-        free = asyncio.Semaphore(self._concurrency)
-        # waiting takes none of its time
-        async with self._gates.setdefault(asyncio.get_running_loop(), free):
+        gate = self._gates.setdefault(asyncio.get_running_loop(), Gate(self._concurrency))
+        async with gate.passed(priority):  # waiting takes none of its time
             return await self._call("/inference/v1/generate", body, self._timeout, largest=largest)
 
     async def try_token(self, token: int) -> None:

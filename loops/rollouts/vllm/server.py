@@ -305,7 +305,7 @@ class VLLMServer:
         params = sampling_params(request.sampling, request.seed(index))
         with self.updates.model() as model:
             body = {"model": model, "token_ids": list(request.prompt), "sampling_params": params}
-            response = await self._within_patience(self._client.generate(body))
+            response = await self._within_patience(self._client.generate(body, request.priority))
             self._note_heard()
             try:
                 answer = read_completion(
@@ -350,21 +350,22 @@ class VLLMServers:
         self._ready: list[VLLMServer] = []  # with the weights that were published last
         self._version: int | None = None
         self._under_way: Counter[VLLMServer] = Counter()  # completions
-        self._home: dict[int, VLLMServer] = {}  # by task
+        self._home: dict[tuple[int, int], VLLMServer] = {}  # by key and task
 
     async def sample(self, request: Request) -> list[Sample]:
+        prompt = (request.key, request.task)
         while True:
-            server = self._home.get(request.task)
+            server = self._home.get(prompt)
             if server not in self._ready:
                 server = min(self._ready or self.servers, key=self._under_way.__getitem__)
-                self._home[request.task] = server
+                self._home[prompt] = server
             self._under_way[server] += len(request.indices)
             try:
                 return await server.sample(request)
             except SourceBusy:
                 others = [other for other in self._ready if other is not server]
                 if others:  # the next attempt is theirs
-                    self._home[request.task] = min(others, key=self._under_way.__getitem__)
+                    self._home[prompt] = min(others, key=self._under_way.__getitem__)
                 raise
             except SourceLost as error:
                 self._drop({server: error})

@@ -35,7 +35,7 @@ RUNS = {
     "minibatches": {"group_size": 3, "epochs_per_rollout": 2, "minibatches": 2},
     "stale": {"max_staleness": 1, "old_logprobs": "recomputed"},
     "adapters": {"lora": {"r": 2}},
-    "held out": {"eval_temperature": 1.0, "eval_every": 1},
+    "held out": {"eval_temperature": 1.0, "eval_every": 1, "eval_samples": 3},
     "bfloat16": {"dtype": "bfloat16", "beta": 0.1},
 }
 RECIPES = {

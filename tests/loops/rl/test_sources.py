@@ -20,6 +20,7 @@ from burnish.loops.rl import sources as sampling
 from burnish.loops.rl.context import open_rl
 from burnish.loops.rl.settings import VLLM
 from burnish.loops.rl.sources import check_sampling, flags_of, open_updates
+from burnish.loops.rollouts.event_loops import Gate
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.server import VLLMServer
 from online import lines, prepare, stored
@@ -420,6 +421,83 @@ def test_held_out_prompts_are_conversations_too(fields, tmp_path):
     }
     open_grpo(GRPO(**fields | games)).train()
     assert "eval/rewards/environment/mean" in lines(Path(fields["output"]))[0]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_held_out_prompts_are_sampled_by_the_server_after_those_that_train(
+    max_staleness, fake, fields, tmp_path, monkeypatch
+):
+    """From the weights of the step before, which the next rollout is not given once more."""
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "5+5="}, {"prompt": "1+1="}])
+    asked, greedy = Counter(), fake.do_inference_v1_generate
+
+    def note(body):
+        temperature = body["sampling_params"].get("temperature")
+        asked[fake.label.split("@")[0], temperature] += 1
+        return greedy(body)
+
+    fake.do_inference_v1_generate = note
+    priorities, passed = Counter(), Gate.passed
+
+    def passed_by(gate, priority=0):
+        priorities[priority] += 1
+        return passed(gate, priority)
+
+    monkeypatch.setattr(Gate, "passed", passed_by)
+    monkeypatch.setattr(
+        "burnish.loops.rl.context.open_local", lambda *_, **__: pytest.fail("the policy samples")
+    )
+    evaluated = {
+        "eval_data": str(held_out),
+        "eval_samples": 3,
+        "eval_temperature": 0.5,
+        "eval_every": 1,
+        "eval_right": 0.4,
+        "steps": 3,
+        "max_staleness": max_staleness,
+    }
+    open_grpo(GRPO(**fields | evaluated, source="vllm", vllm=VLLM(url=fake.url))).train()
+    published = [
+        body["weight_version"].split("@")[0] for body in orders(fake, "/finish_weight_update")
+    ]
+    assert published == ["0", "1", "2", "3"]  # each once
+    found = [line for line in lines(Path(fields["output"])) if "eval/version" in line]
+    assert [line["eval/version"] for line in found][-3:] == [1.0, 2.0, 3.0]
+    for version in "123":
+        assert asked[version, 0.5] == 2 * 3
+    assert priorities[1] == 2 * 3 * len(found)
+    assert priorities[0] >= 3 * 4 * 4
+    for line in found:
+        assert line["eval/pass@1/low"] <= line["eval/pass@1"] <= line["eval/pass@1/high"]
+        assert line["eval/pass@1"] <= line["eval/pass@2"] <= line["eval/pass@3"]
+        assert line["eval/avg@3"] == pytest.approx(line["eval/reward"])
+
+
+def test_within_a_rollout_held_out_prompts_are_sampled_from_the_weights_that_began_it(
+    fake, fields, tmp_path
+):
+    held_out = write_rows(tmp_path / "held_out.jsonl", [{"prompt": "5+5="}])
+    several = {"eval_data": str(held_out), "eval_every": 1, "epochs_per_rollout": 2, "steps": 4}
+    open_grpo(GRPO(**fields | several, source="vllm", vllm=VLLM(url=fake.url))).train()
+    versions = {
+        line["step"]: line["eval/version"]
+        for line in lines(Path(fields["output"]))
+        if "eval/version" in line
+    }
+    assert versions.items() >= {1: 0.0, 2: 1.0, 3: 1.0, 4: 2.0}.items()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"eval_samples": 2}, "eval_samples: there are no prompts"),
+        ({"eval_samples": 2, "eval_data": "x"}, "eval_samples: at eval_temperature 0 all 2"),
+        ({"eval_temperature": 0.001, "source": "vllm"}, "eval_temperature: vLLM samples at 0, or"),
+    ],
+)
+def test_settings_of_an_evaluation_that_make_no_sense_are_refused(settings, says, fields):
+    with pytest.raises(ValueError, match=says):
+        open_grpo(GRPO(**fields | settings))
 
 
 def test_each_file_of_data_is_read_once(fields, tmp_path, monkeypatch):

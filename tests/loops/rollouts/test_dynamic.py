@@ -5,7 +5,14 @@ import threading
 
 import pytest
 import torch
-from burnish.benchmarks.experiments.idle import dynamic
+from burnish.benchmarks.experiments.idle import (
+    COMPLETIONS,
+    SimulatedServers,
+    dynamic,
+    simulated,
+)
+from burnish.loops.rollouts.event_loops import gather_or_cancel
+from burnish.loops.rollouts.sample import Request
 from scripted import B, Scripted, Trainer
 
 
@@ -171,6 +178,21 @@ def test_a_limit_ends_the_search_where_nothing_is_useful(max_staleness):
         selection = scheduler.select(step=0, most=4 * B)
     assert selection.kept == []
     assert [group[0].task for group in selection.passed_over] == list(range(4 * B))
+
+
+def test_held_out_prompts_take_no_longer_than_a_rollout_of_their_number():
+    """Simulated servers: the same 500 requests, as a rollout and as an evaluation."""
+    with simulated(SimulatedServers()) as scheduler:
+        clock = scheduler.loop.clock
+        scheduler.publish()
+        scheduler.select(500, step=0)
+        rollout = clock.now
+        requests = [
+            Request(task, [1], range(COMPLETIONS), scheduler.sampling, key=0, priority=1)
+            for task in range(500)
+        ]
+        scheduler.beside(lambda source: gather_or_cancel(map(source.sample, requests)))
+        assert clock.now - rollout == pytest.approx(rollout)
 
 
 @pytest.mark.parametrize(("silent", "most"), [(0.25, 1.1), (0.5, 1.2), (0.75, 1.3)])

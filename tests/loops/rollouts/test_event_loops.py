@@ -13,7 +13,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from burnish.loops.rollouts.event_loops import EventLoop, off_loop, watched
+from burnish.loops.rollouts.event_loops import EventLoop, Gate, off_loop, watched
 
 
 def drop(*, closed):
@@ -222,3 +222,45 @@ def test_a_watched_coroutine_is_cancelled_and_closed_as_any_other():
 
     asyncio.run(run())
     assert log == ["asked to end", "ended", "ended"]
+
+
+def test_a_gate_lets_the_lowest_priority_number_pass_first_and_those_alike_in_order():
+    async def passing():
+        gate, passed, within, most = Gate(2), [], 0, 0
+
+        async def go(name, priority):
+            nonlocal within, most
+            async with gate.passed(priority):
+                within += 1
+                most = max(most, within)
+                passed.append(name)
+                await asyncio.sleep(0)
+                within -= 1
+
+        names = [("e1", 1), ("e2", 1), ("e3", 1), ("t1", 0), ("e4", 1), ("t2", 0)]
+        await asyncio.gather(*(go(*name) for name in names))
+        assert most == 2
+        return passed
+
+    assert asyncio.run(passing()) == ["e1", "e2", "t1", "t2", "e3", "e4"]
+
+
+def test_a_place_at_a_gate_is_not_lost_with_those_that_are_given_up():
+    async def passing():
+        gate = Gate(1)
+
+        async def go():
+            async with gate.passed():
+                pass
+
+        await gate._enter(0)
+        waiting = [asyncio.create_task(go()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # while it waits
+        gate._leave()
+        waiting[1].cancel()  # at the moment at which it has got the place
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.wait_for(go(), 10)
+        return [task.cancelled() for task in waiting]
+
+    assert asyncio.run(passing()) == [True, True, False]

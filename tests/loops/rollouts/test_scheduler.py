@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from burnish.loops.rollouts.sample import VersionSpan
+from burnish.loops.rollouts.sample import Request, SamplingParams, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.rollouts.source import SourceError, SourceLost
 from burnish.loops.rollouts.vllm.client import Rejected
@@ -352,6 +352,44 @@ def test_a_step_may_take_more_groups(max_staleness):
             trainer.version = step + 1
             trainer.scheduler.publish()
     assert tasks == list(range(6 * B + 6))
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_further_requests_are_repeated_like_those_of_the_run_and_take_none_of_its_tasks(
+    max_staleness,
+):
+    trainer = Trainer(
+        Scripted(3, delay=0.003, crashes=0.03), max_staleness=max_staleness, attempts=50
+    )
+    sampling = SamplingParams(max_tokens=2)
+    requests = [Request(task, [5, 7], range(G), sampling, key=-6) for task in range(4)]
+
+    async def sample(source):
+        return await asyncio.gather(*map(source.sample, requests))
+
+    with trainer.scheduler as scheduler:
+        for step in trainer.run(4):
+            groups = scheduler.beside(sample)
+            assert [group[0].task for group in groups] == list(range(4))
+            versions = {s.version for g in groups for each in g for s in each.spans}
+            assert versions == {step + 1}
+    assert [task for _, task, *_ in trainer.trained] == list(range(4 * B))
+
+
+def test_a_source_that_is_down_for_good_ends_further_requests_too():
+    source = Scripted()
+    trainer = Trainer(source, attempts=2)
+    with trainer.scheduler as scheduler:
+        scheduler.publish()
+        source.sample = None
+
+        async def sample(asked):
+            source.dead = True
+            return await asyncio.Event().wait()
+
+        source.dead = True
+        with pytest.raises(SourceError, match="the server is gone"):
+            scheduler.beside(sample)
 
 
 def test_a_step_trains_the_version_of_its_number():
