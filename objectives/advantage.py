@@ -27,6 +27,7 @@ from .types import (
     FlatTokens,
     IntPerSequence,
     PerSequence,
+    Positive,
     SequenceIds,
     Share,
     Stats,
@@ -205,6 +206,34 @@ def max_at_k_advantage(reward: PerSequence, group: IntPerSequence, *, k: int) ->
     ).exp()
     lead = torch.where(below, (reward[:, None] - reward) * chance.to(reward.dtype), 0.0)
     return lead.sum(1)
+
+
+@torch.no_grad()
+def optimal_value(reward: PerSequence, group: IntPerSequence, *, beta: float) -> PerSequence:
+    """The value of a prompt under the optimum of a reward with a KL penalty, from completions of
+    the reference.
+
+        V* = β log mean_g e^{r/β}
+
+    A*-PO regresses to it: its loss is twice `dro`, with V* as the constant value and a β of its
+    own. A completion without a reward has the value of its group; a group without any has NaN.
+
+    Args:
+        reward: of completions that the reference sampled, several to a prompt.
+        beta: β > 0, the strength of the penalty.
+
+    Paper: Brantley et al. 2025, arXiv:2505.20686.
+    """
+    _check("optimal_value", reward, group=group)
+    within("optimal_value", Positive, beta=beta)
+    index = torch.unique(group, return_inverse=True)[1]
+    known = ~reward.isnan()
+    highest = -_lowest(-reward, index)
+    # with the highest taken out, no power overflows
+    power = torch.where(known, ((reward - highest) / beta).exp(), math.nan)
+    count = _sum(known.to(reward.dtype), index)
+    value = highest + beta * (_sum(power, index) / count).log()
+    return torch.where(count > 0, value, math.nan)
 
 
 @torch.no_grad()

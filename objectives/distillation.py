@@ -24,9 +24,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from .numerics import log_remainder
-from .sequence import sequence_length
+from .sequence import sequence_length, sequence_sum
 from .types import (
     FlatTokens,
+    Margin,
     PerToken,
     Positive,
     SequenceIds,
@@ -223,6 +224,44 @@ def sampled_reverse_kl(logp: PerToken, teacher_logp: PerToken) -> tuple[PerToken
     return log_ratio * logp, {"reverse_kl": log_ratio}
 
 
+def iw_opd(
+    logp: FlatTokens,
+    teacher_logp: FlatTokens,
+    sequence: SequenceIds,
+    *,
+    gamma: Margin = 0.5,
+) -> tuple[FlatTokens, Stats]:
+    """Importance-weighted on-policy distillation: tokens count more, the less their prefix has left
+    what the teacher would say.
+
+        ℓ_t = sg(w_t a_t) log q_t,  a_t = log q_t − log p_t
+        w_t = 1 + γ (1 − Σ_{s<t} |a_s| / Σ_s |a_s|)
+
+    γ = 0 is `sampled_reverse_kl`. The first token has w = 1 + γ, as have all tokens of a completion
+    where student and teacher agree.
+
+    Args:
+        logp: log q, under the student, of tokens sampled from it; teacher_logp: log p, of the same
+            tokens.
+        gamma: γ ≥ 0; 0.5 is TRL's.
+
+    Paper: Xie et al. 2026, arXiv:2606.22600, Algorithm 1, as in TRL's code.
+    """
+    same_shape("iw_opd", logp=logp, teacher_logp=teacher_logp, sequence=sequence)
+    flat("iw_opd", logp=logp)
+    check_roles("iw_opd", {"logp": logp}, teacher_logp=teacher_logp)
+    within("iw_opd", Margin, gamma=gamma)
+    log_ratio = (logp - teacher_logp).detach()
+    distance = log_ratio.abs()
+    sequences = int(sequence.max()) + 1 if len(sequence) else 0
+    later = _sum_of_later(distance, sequence, sequences)
+    total = sequence_sum(distance, sequence, sequences)[sequence]
+    # 1 − (total − later − own)/total, of which nothing is left to divide where all agree
+    left = torch.where(total > 0, (later + distance) / total.where(total > 0, 1), 1.0)
+    weight = 1 + gamma * left
+    return weight * log_ratio * logp, {"reverse_kl": log_ratio, "importance": weight}
+
+
 def minillm(
     divergence: FlatTokens,
     logp: FlatTokens,
@@ -286,14 +325,24 @@ def _mixture(first: Tensor, second: Tensor, share: float) -> Tensor:
 def _mean_of_later(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:
     """For each token, the mean of x over the later tokens of its sequence; 0 for the last one."""
     length = sequence_length(sequence, sequences)
-    position = torch.arange(x.shape[0], device=x.device) - (length.cumsum(0) - length)[sequence]
+    later = length[sequence] - _position(length, sequence) - 1
+    return _sum_of_later(x, sequence, sequences) / later.clamp(min=1)
+
+
+def _position(length: Tensor, sequence: Tensor) -> Tensor:
+    """The place of each token in its sequence, from 0."""
+    place = torch.arange(len(sequence), device=sequence.device)
+    return place - (length.cumsum(0) - length)[sequence]
+
+
+def _sum_of_later(x: Tensor, sequence: Tensor, sequences: int) -> Tensor:
+    """For each token, the sum of x over the later tokens of its sequence."""
+    position = _position(sequence_length(sequence, sequences), sequence)
     # One row to a sequence, so that no sum runs across two of them; one column more, for what
     # follows the last token.
     rows = x.new_zeros(sequences, int(position.max()) + 2 if x.numel() else 1)
     rows[sequence, position] = x
-    sums = rows.flip(1).cumsum(1).flip(1)
-    later = length[sequence] - position - 1
-    return sums[sequence, position + 1] / later.clamp(min=1)
+    return rows.flip(1).cumsum(1).flip(1)[sequence, position + 1]
 
 
 def _check_alpha(who: str, alpha: float) -> None:

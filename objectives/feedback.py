@@ -142,7 +142,8 @@ def dro(
     At its minimum V is the prompt's soft value β log E_ref[e^{R/β}], and π the optimum of the
     reward under a KL penalty of β. Both V and π learn from it. With V constant, its gradient is β
     times the gradient of `reinforce` with advantage R − V plus β · k2 of `kl_estimate` to the
-    reference, which verl calls dro.
+    reference, which verl calls dro. A*-PO (arXiv:2505.20686) is twice it, with V the constant
+    `optimal_value` of the prompt.
 
     Args:
         value: V, the value of the prompt, of a value head or another model.

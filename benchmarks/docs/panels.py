@@ -549,5 +549,6 @@ PANELS = {
 
 # Losses that no curve would show.
 UNDRAWN = {
-    "minillm": "what a token adds depends on the tokens after it; its single step is `reverse_kl`"
+    "iw_opd": "a weight of `sampled_reverse_kl` that depends on the tokens before",
+    "minillm": "what a token adds depends on the tokens after it; its single step is `reverse_kl`",
 }

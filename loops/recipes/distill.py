@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...data import Encode, encode_supervised
-from ...objectives import sampled_reverse_kl
+from ...objectives import iw_opd, sampled_reverse_kl
 from ..batch import Batch
 from ..models.policy import Policy
 from ..rl.context import RLContext
@@ -43,10 +43,14 @@ from ..train.losses import (
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, distillation, loss_name, parse_losses
 from .settings import Distill
 
-LOSSES = TOKEN_LOSSES | {"distillation": distillation, "sampled_reverse_kl": sampled_reverse_kl}
+LOSSES = TOKEN_LOSSES | {
+    "distillation": distillation,
+    "sampled_reverse_kl": sampled_reverse_kl,
+    "iw_opd": iw_opd,
+}
 # The completions of each loss where some are the student's (None: all of them); all other losses
 # learn from the data's completions.
-_APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled"}
+_APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled", "iw_opd": "sampled"}
 
 
 def open_distill(config: Distill) -> Training:

@@ -243,7 +243,8 @@ class Distill(SFT, SamplingConfig):
     loss: LossMix = "distillation"
     """distillation, or a mix of it with token objectives: {distillation: 1.0, nll: 0.5}. Those
     learn from the data's completions alone; sampled_reverse_kl, a policy gradient with the reverse
-    KL of each token for its cost, from the student's alone."""
+    KL of each token for its cost, and iw_opd, the same with more weight on early tokens, from the
+    student's alone."""
     on_policy: ClosedUnitInterval = 0.0
     """Share of the steps on completions that the student samples itself, λ of GKD; 1 is all of
     them.
@@ -252,17 +253,17 @@ class Distill(SFT, SamplingConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
-        on_samples = "sampled_reverse_kl" in losses_named(self.loss)
+        on_samples = sorted({"sampled_reverse_kl", "iw_opd"} & losses_named(self.loss))
         if not self.on_policy:
             if on_samples:
-                yield "loss: sampled_reverse_kl is for the student's own completions; set on_policy above 0"
+                yield f"loss: {on_samples[0]} is for the student's own completions; set on_policy above 0"
             return
         yield from self.sampling_contradictions()
         if self.teacher.divergence == "taid":
             yield "teacher.divergence: taid follows the loss on the data's completions; set on_policy to 0"
         if on_samples and (self.top_p < 1 or self.top_k):
             yield (
-                "top_p, top_k: sampled_reverse_kl is a policy gradient, biased where tokens are sampled from a part of "
+                f"top_p, top_k: {on_samples[0]} is a policy gradient, biased where tokens are sampled from a part of "
                 "the distribution; sample from all of it, or use the loss distillation"
             )
         if self.teacher.model is None or self.teacher.top_k is not None:

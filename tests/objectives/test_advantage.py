@@ -867,3 +867,40 @@ def test_rewards_that_are_no_floats_are_refused_by_their_type(reward: Tensor) ->
     ):
         # the suite checks the types of arguments before a function can
         adv._check("whiten", reward)
+
+
+def test_the_optimal_value_equals_its_equation() -> None:
+    reward, group, _ = tensors()
+    value = adv.optimal_value(reward, group, beta=0.7)
+    for i, name in enumerate(GROUP):
+        known = [r for r, g in zip(REWARD, GROUP, strict=True) if g == name and not math.isnan(r)]
+        if not known:
+            assert math.isnan(value[i])
+            continue
+        expected = 0.7 * math.log(math.fsum(math.exp(r / 0.7) for r in known) / len(known))
+        assert value[i].item() == pytest.approx(expected, rel=1e-13, abs=1e-15)
+
+
+def test_the_optimal_value_lies_between_the_mean_and_the_best_and_never_overflows() -> None:
+    reward = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
+    group = torch.zeros(3, dtype=torch.int64)
+    assert adv.optimal_value(reward, group, beta=1e6)[0].item() == pytest.approx(5 / 3, rel=1e-5)
+    assert adv.optimal_value(reward, group, beta=1e-3)[0].item() == pytest.approx(4, rel=1e-3)
+    far = adv.optimal_value(1e30 * reward.float(), group, beta=1e-3)
+    assert far.isfinite().all()
+    same = adv.optimal_value(torch.full((3,), 0.1), group, beta=0.3)
+    torch.testing.assert_close(same, torch.full((3,), 0.1))
+
+
+def test_completions_of_other_groups_do_not_move_an_optimal_value() -> None:
+    reward, group, _ = tensors()
+    other = torch.where(group == 7, reward + 5, reward)
+    mine, moved = (adv.optimal_value(r, group, beta=0.5) for r in (reward, other))
+    assert torch.equal(mine[group == 5], moved[group == 5])
+    assert not torch.equal(mine[group == 7], moved[group == 7])
+
+
+def test_an_optimal_value_wants_a_positive_beta() -> None:
+    reward, group, _ = tensors()
+    with pytest.raises(ValueError, match="optimal_value: beta must be > 0, got 0"):
+        adv.optimal_value(reward, group, beta=0.0)

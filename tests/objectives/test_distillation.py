@@ -592,3 +592,67 @@ def test_errors_name_the_function_and_what_it_got(
     with pytest.raises(ValueError) as error:
         call()
     assert str(error.value) == message
+
+
+def iw_opd(logp: Tensor, teacher_logp: Tensor, gamma: float = 0.5) -> Tensor:
+    return ds.iw_opd(logp, teacher_logp, SEQUENCE, gamma=gamma)[0]
+
+
+def test_iw_opd_equals_its_equation() -> None:
+    _, logp, teacher_logp = tokens()
+    loss, stats = ds.iw_opd(logp, teacher_logp, SEQUENCE, gamma=0.7)
+    expected: list[float] = []
+    slopes: list[float] = []
+    for q, p in zip(*(x.detach().split(LENGTHS) for x in (logp, teacher_logp)), strict=True):
+        a = (q - p).tolist()
+        total = math.fsum(map(abs, a))
+        for t in range(len(a)):
+            weight = 1 + 0.7 * (1 - math.fsum(map(abs, a[:t])) / total)
+            expected.append(weight * a[t] * q[t].item())
+            slopes.append(weight * a[t])
+    assert loss.tolist() == pytest.approx(expected, rel=1e-13)
+    (by_logp,) = torch.autograd.grad(loss.sum(), logp)
+    assert by_logp.tolist() == pytest.approx(slopes, rel=1e-13)
+    assert list(stats) == ["reverse_kl", "importance"]
+    assert torch.equal(stats["reverse_kl"], (logp - teacher_logp).detach())
+    assert all(not stat.requires_grad and stat.shape == loss.shape for stat in stats.values())
+
+
+def test_iw_opd_weighs_early_tokens_more_and_without_gamma_is_the_sampled_reverse_kl() -> None:
+    _, logp, teacher_logp = tokens()
+    plain, _ = ds.sampled_reverse_kl(logp, teacher_logp)
+    torch.testing.assert_close(iw_opd(logp, teacher_logp, 0.0), plain)
+    weight = ds.iw_opd(logp, teacher_logp, SEQUENCE, gamma=0.5)[1]["importance"]
+    for of_completion in weight.split(LENGTHS):
+        if len(of_completion):
+            assert of_completion[0].item() == pytest.approx(1.5)
+        assert (of_completion.diff() < 0).all() and (of_completion > 1).all()
+    agreed = ds.iw_opd(logp, logp.detach(), SEQUENCE, gamma=0.5)
+    assert not agreed[0].any() and agreed[1]["importance"].tolist() == [1.5] * 8
+
+
+def test_completions_do_not_interact_in_iw_opd() -> None:
+    _, logp, teacher_logp = tokens()
+    moved = torch.where(SEQUENCE == 0, 1e3 * teacher_logp, teacher_logp)
+    assert torch.equal(iw_opd(logp, moved)[3:], iw_opd(logp, teacher_logp)[3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_iw_opd_is_finite_at_extremes(dtype: torch.dtype) -> None:
+    far = torch.tensor([-1e4, -1e-30, -1e4, -5.0], dtype=dtype, requires_grad=True)
+    near = torch.tensor([-1e-30, -1e4, -1e4, -5.0], dtype=dtype)
+    sequence = torch.tensor([0, 0, 1, 1])
+    loss, stats = ds.iw_opd(far, near, sequence, gamma=0.5)
+    (slope,) = torch.autograd.grad(loss.sum(), far)
+    assert all(x.isfinite().all() and x.dtype == dtype for x in (loss, slope, *stats.values()))
+
+
+def test_iw_opd_names_what_does_not_fit(as_users_run_it: None) -> None:
+    good = torch.zeros(2)
+    sequence = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="iw_opd: teacher_logp must have the shape of logp"):
+        ds.iw_opd(good, torch.zeros(3), sequence)
+    with pytest.raises(ValueError, match="iw_opd: gamma must be >= 0, got -1"):
+        ds.iw_opd(good, good, sequence, gamma=-1.0)
+    with pytest.raises(ValueError, match="iw_opd: logp must be flat"):
+        ds.iw_opd(torch.zeros(1, 2), torch.zeros(1, 2), sequence[None])

@@ -99,18 +99,21 @@ def test_other_losses_learn_from_the_answers_of_the_data_alone(common, tmp_path)
     assert mixed["loss"] == alone["loss"] > 0
 
 
-def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(common, tmp_path):
+@pytest.mark.parametrize("name", ["sampled_reverse_kl", "iw_opd"])
+def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(name, common, tmp_path):
     fields = {
         **common,
         "teacher": replace(common["teacher"], divergence="reverse_kl"),
         "learning_rate": 1e-2,
         "group_size": 32,
     }
-    loss = {"sampled_reverse_kl": 1.0, "distillation": 1e-9}  # the second only measures
+    loss = {name: 1.0, "distillation": 1e-9}  # the second only measures
     open_distill(
         Distill(**fields, output=str(tmp_path / "run"), steps=20, on_policy=1.0, loss=loss)
     ).train()
     logged = lines(tmp_path / "run")
+    if name == "iw_opd":  # from 1.5 at the first token down to 1
+        assert all(1 < line["importance"] < 1.5 for line in logged)
     for line in logged[:2]:  # an unbiased estimate
         assert line["reverse_kl"] == pytest.approx(line["distillation"], rel=0.3)
     assert logged[-1]["distillation"] < 0.96 * logged[0]["distillation"]

@@ -45,7 +45,7 @@ RECIPES = {
     "distill": {
         "recipe": "distill",
         "on_policy": 0.5,
-        "loss": {"distillation": 1.0, "sampled_reverse_kl": 0.5},
+        "loss": {"distillation": 1.0, "iw_opd": 0.5},
         "teacher": {"model": "teacher", "divergence": "jsd"},
         "batch_size": 5,
         "schedule": "cosine_with_min_lr",
