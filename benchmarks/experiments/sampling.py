@@ -12,9 +12,10 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -28,7 +29,7 @@ from ..report import machine, say
 PROMPT = 64
 VOCABULARY = 49152
 NEVER = 1 << 30  # tokens from which packing would be worth it
-PRECISIONS = {
+PRECISIONS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "float32": nullcontext,
     "bfloat16": functools.partial(torch.autocast, "cpu", torch.bfloat16),
 }

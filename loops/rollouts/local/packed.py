@@ -19,7 +19,6 @@ one rollout, and let go of before the weights train.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +54,29 @@ class PackedWeights:
 
     def layers(self) -> list[nn.Linear]:
         """The layers below the head that `pack` makes copies for."""
-        return [module for module in self.model.modules() if _packable(module)]
+        found = []
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear) and _packable(module):
+                found.append(module)
+        return found
 
     def size(self) -> int:
         """Bytes of the copies in the precision of the weights."""
-        weights = {layer.weight for layer in self.layers()}
-        if _packable_head(self.head):
-            weights.add(self.head.weight)
-        return sum(weight.nbytes for weight in weights)
+        return sum(weight.nbytes for weight in self._weights())
+
+    def _weights(self) -> list[Tensor]:
+        """What `pack` makes copies of."""
+        weights: list[Tensor] = [layer.weight for layer in self.layers()]
+        head = _packable_head(self.head)
+        if head is not None:
+            weights.append(head.weight)
+        return weights
 
     def worthwhile(self, rows: int) -> bool:
         """True if copies in the precision of the autocast around this call would be used for so
         many rows.
         """
-        weights = [layer.weight for layer in self.layers()]
-        if _packable_head(self.head):
-            weights.append(self.head.weight)
-        dtypes = {autocast_dtype(weight) or weight.dtype for weight in weights}
+        dtypes = {autocast_dtype(weight) or weight.dtype for weight in self._weights()}
         return any(_supported(dtype) and rows in _ROWS[dtype] for dtype in dtypes)
 
     @torch.no_grad()
@@ -83,14 +88,14 @@ class PackedWeights:
                 bias = None if layer.bias is None else layer.bias.to(dtype)
                 packed = _packed(layer.weight.to(dtype))
                 self._layers[layer] = partial(_multiply, layer, packed, bias)
-        if _packable_head(self.head):
+        head = _packable_head(self.head)
+        if head is not None:
             # The head's logits are float32 sums of rounded factors, as log-probs use them: rounded
             # here, and then multiplied in float32, in which products of 16-bit numbers are exact.
-            weight = self.head.weight
-            dtype = autocast_dtype(weight) or weight.dtype
+            dtype = autocast_dtype(head.weight) or head.weight.dtype
             if _supported(dtype):
                 self._head_dtype = dtype
-                self._head_weight = _packed(weight.to(dtype).float())
+                self._head_weight = _packed(head.weight.to(dtype).float())
 
     def clear(self) -> None:
         """Let go of the copies."""
@@ -121,7 +126,7 @@ class PackedWeights:
         return _product(rounded, self._head_weight, None)
 
 
-def _packable(module: nn.Module) -> bool:
+def _packable(module: nn.Linear) -> bool:
     """True for a plain linear layer of a CPU whose weight is large.
 
     Not for a subclass, which may compute something else, nor where ``forward`` is replaced already,
@@ -132,11 +137,11 @@ def _packable(module: nn.Module) -> bool:
     return _is_large(module.weight)
 
 
-def _packable_head(head: nn.Module | None) -> Any:
-    """True for a head that is a plain linear layer of a CPU without a bias."""
-    if type(head) is not nn.Linear or head.bias is not None:
-        return False
-    return _is_large(head.weight)
+def _packable_head(head: nn.Module | None) -> nn.Linear | None:
+    """The head, if it is a plain linear layer of a CPU without a bias, and its weight is large."""
+    if not isinstance(head, nn.Linear) or type(head) is not nn.Linear or head.bias is not None:
+        return None
+    return head if _is_large(head.weight) else None
 
 
 def _is_large(weight: Tensor) -> bool:
@@ -149,7 +154,7 @@ def _is_large(weight: Tensor) -> bool:
 
 def _supported(dtype: torch.dtype) -> bool:
     """True if this processor's oneDNN multiplies such numbers."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -77,7 +77,8 @@ def test_the_ranges_of_a_signature_are_those_that_the_objective_checks(name, req
     jaxtyping.config.update("jaxtyping_disable", True)
     request.addfinalizer(lambda: jaxtyping.config.update("jaxtyping_disable", False))
     function = LOSSES[name]
-    one = {"sequence": torch.zeros(1).long(), "desirable": torch.tensor([True])}
+    yes = torch.tensor([True])
+    one = {"sequence": torch.zeros(1).long(), "desirable": yes, "penalized": yes}
     tensors = [one.get(p.name, torch.tensor([-1.0])) for p in tensor_parameters(function)]
     tensors = [
         x[0] if not unit else x
