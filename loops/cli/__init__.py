@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import select
-import socket
 import sys
 import traceback
 import warnings
@@ -18,7 +17,6 @@ from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 from ... import __version__
 from ..own_code import burnish_alone, check_names, whose_code
@@ -27,6 +25,7 @@ from ..redaction import HidingFormatter, check_settings, hide
 from ..registry import nearest
 from .arguments import completion, parse, without_switch
 from .launch import command as launch_line
+from .offline import go_offline
 from .trl import Command, from_command, read, to_yaml
 from .trl_rules import table
 
@@ -336,9 +335,11 @@ def _prepare_libraries(config: object) -> None:
     # on some CPUs it warns that 4-bit products are slow; peft imports it
     if not getattr(config, "quantize", None):
         logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-    _go_offline(config)
-    models: Any = import_module("transformers.dynamic_module_utils")
-    models.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused without asking the user
+    teacher = getattr(config, "teacher", None)
+    models = (getattr(config, "model", None), getattr(config, "value_model", None))
+    go_offline((*models, getattr(teacher, "model", None)))
+    remote_code: Any = import_module("transformers.dynamic_module_utils")
+    remote_code.TIME_OUT_REMOTE_CODE = 0  # a model's own code is refused without asking the user
     if not sys.stderr.isatty():  # bars of loading and tokenizing are for a terminal
         import datasets
         import transformers
@@ -352,24 +353,6 @@ def _advise_after_demo(config: Any) -> None:
     print(
         f"burnish demo: starts anew each time; to continue a single stage: {stage}", file=sys.stderr
     )
-
-
-def _go_offline(config: object) -> None:
-    """Look for models in the cache alone where the Hub has no address: tries take minutes."""
-    from urllib.request import getproxies
-
-    from huggingface_hub import constants
-
-    teacher = getattr(config, "teacher", None)
-    names = [getattr(config, "value_model", None)]
-    names += [getattr(config, "model", None), getattr(teacher, "model", None)]
-    are_files = all(name is None or os.path.exists(name) for name in names)
-    if are_files or getproxies():  # a proxy looks up the Hub's address itself
-        return
-    try:
-        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
-    except OSError:
-        constants.HF_HUB_OFFLINE = True
 
 
 # What torch says where the rank that others meet at has been there, and is gone.

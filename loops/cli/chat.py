@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from ..models.end_tokens import end_tokens
 from ..models.io import read_model
 from ..registry import as_setting_error
+from .offline import go_offline
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,6 +43,7 @@ def run(words: Sequence[str]) -> None:
     if options.max_tokens < 1:
         raise ValueError(f"max_tokens: wanted at least 1, got {options.max_tokens}")
     name = model_of(options.model)
+    go_offline([name])
     model = _load(name)
     with as_setting_error(f"tokenizer: {name}"):
         tokenizer = AutoTokenizer.from_pretrained(name)

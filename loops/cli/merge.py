@@ -23,6 +23,7 @@ from ..recipes.reward import set_pad_token
 from ..recipes.settings import SFT
 from ..registry import as_setting_error
 from .export import refuse_used
+from .offline import go_offline
 
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS")
 
@@ -67,6 +68,7 @@ def merge(adapter: Path, target: Path, *, base: str | None = None) -> None:
         base = described.get("base_model_name_or_path")
     if not base:
         raise ValueError(f"{adapter}: names no base model; give --model")
+    go_offline([base])
     own_tokenizer = (adapter / "tokenizer_config.json").exists()
     config = SFT(
         model=base,

@@ -46,6 +46,7 @@ from ..rewards.reward_models import DEVICE, ProcessRewardModel, RewardModel, loa
 from ..rollouts.replay import read_samples
 from ..rollouts.sample import Sample
 from .chat import model_of
+from .offline import go_offline
 
 Kind = Literal["reward_model", "prm", "policy"]
 How = Literal["min", "prod", "last", "mean"]
@@ -134,6 +135,7 @@ class ScoringModel:
 
 def open_scoring_model(name: str, how: How, micro_tokens: int) -> ScoringModel:
     """Load a model that scores, by the kind that its configuration names."""
+    go_offline([name])
     with as_setting_error(f"model: {name}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
