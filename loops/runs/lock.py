@@ -164,6 +164,8 @@ def _has_died(owner: dict[str, object]) -> bool:
 
 def _move_away(path: Path, stale: bytes | None, directory: Path) -> None:
     """Remove a stale file, unless another process has replaced it meanwhile."""
+    if _read(path) not in (stale, None):
+        raise _taken(directory)  # without moving what is another's, not even for a moment
     aside = path.with_name(f"{path.name}.{uuid4().hex}")
     try:
         path.rename(aside)  # of several processes that do this, one succeeds
@@ -180,6 +182,16 @@ def _move_away(path: Path, stale: bytes | None, directory: Path) -> None:
     )
 
 
+def _is_lost(path: Path, token: str) -> bool:
+    """True if the file is another's, also when it is looked at again: one that takes over a stale
+    file may have moved this one aside for a moment, see `_move_away`.
+    """
+    if _token_in(_read(path)) == token:
+        return False
+    time.sleep(_POLL)
+    return _token_in(_read(path)) != token
+
+
 def _beat(path: Path, token: str, done: threading.Event) -> None:
     """Rewrite the file until done.
 
@@ -188,7 +200,7 @@ def _beat(path: Path, token: str, done: threading.Event) -> None:
     count = 0
     while not done.wait(BEAT):
         count += 1
-        if _token_in(_read(path)) != token:
+        if _is_lost(path, token):
             log.error(
                 "output: another process has taken the lock %s while this one stood still; stopping",
                 path,

@@ -10,7 +10,7 @@ from burnish.loops.recipes import settings_of
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "first_session"
 # In place of Python: notes what it is called with, and fails where it is called for a benchmark.
 STUB = """#!/usr/bin/env bash
-printf '%s\\n' "$*" >> {calls}
+(IFS=$'\\t'; printf '%s\\n' "$*" >> '{calls}')
 case "$*" in *"{failing}"*) exit 3 ;; esac
 """
 
@@ -24,7 +24,7 @@ def called(directory, call, failing="nothing"):
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(stub), "HOME": str(directory)}
     command = [str(SCRIPT), call, str(directory / "out")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return [line.split() for line in calls.read_text().splitlines()], done
+    return [line.split("\t") for line in calls.read_text().splitlines()], done
 
 
 @pytest.mark.parametrize("call", ["tests", "head", "steps"])

@@ -31,6 +31,7 @@ COUPLED = {
     "gmpo": "tokens of one answer",
     "gspo": "tokens of one answer",
     "gspo_token": "tokens of one answer",
+    "iw_opd": "earlier tokens of one completion",
     "minillm": "later tokens of one answer",
     "plackett_luce": "answers to one prompt",
     "vespo": "tokens of one answer",

@@ -172,7 +172,7 @@ def test_a_loop_that_does_nothing_ends_in_the_weights_of_the_command(
         ),
         ({"use_peft": True, "lora_r": 4}, r"use_peft is lora=\{'r': 4\}"),
         ({"logging_steps": 5}, r"logging_steps is to be left out \(every step is logged\)"),
-        ({"push_to_hub": True}, "push_to_hub: nothing is uploaded yet"),
+        ({"push_to_hub": True}, r"push_to_hub is hub=\{'id': 'burnish'\}"),
         ({"callbacks": []}, "callbacks is the body of your loop"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),

@@ -224,10 +224,10 @@ def test_a_file_system_without_locks_gets_a_file_with_a_heartbeat(
 def test_of_two_runs_that_begin_at_once_one_is_refused(settings, monkeypatch):
     load, other = context.load_model, []
 
-    def meanwhile(config):
+    def meanwhile(config, **options):
         monkeypatch.undo()
         other.append(open_sft(SFT(**settings)).train())
-        return load(config)
+        return load(config, **options)
 
     monkeypatch.setattr(context, "load_model", meanwhile)
     with pytest.raises(ValueError, match="already holds a run"):

@@ -89,6 +89,19 @@ def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_that_is_moved_aside_for_a_moment_is_not_lost(tmp_path, monkeypatch):
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr(lock, "_POLL", 0.5)
+    path, aside = tmp_path / ".lock.owner", tmp_path / "aside"
+    with lock.heartbeat(tmp_path):
+        path.rename(aside)
+        time.sleep(0.2)  # some beats
+        aside.rename(path)
+        time.sleep(0.8)
+        assert not sent and held(tmp_path)["token"]
+
+
 def test_an_owner_that_stood_still_and_lost_its_lock_ends(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
