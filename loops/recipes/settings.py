@@ -261,10 +261,10 @@ class Distill(SFT, SamplingConfig):
         yield from self.sampling_contradictions()
         if self.teacher.divergence == "taid":
             yield "teacher.divergence: taid follows the loss on the data's completions; set on_policy to 0"
-        if on_samples and (self.top_p < 1 or self.top_k):
+        if on_samples and self.truncated:
             yield (
-                f"top_p, top_k: {on_samples[0]} is a policy gradient, biased where tokens are sampled from a part of "
-                "the distribution; sample from all of it, or use the loss distillation"
+                f"top_p, top_k, min_p: {on_samples[0]} is a policy gradient, biased where tokens are sampled from a "
+                "part of the distribution; sample from all of it, or use the loss distillation"
             )
         if self.teacher.model is None or self.teacher.top_k is not None:
             yield (

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..config import (
+    ClosedUnitInterval,
     Common,
     Limits,
     LossMix,
@@ -130,6 +131,9 @@ class SamplingConfig(Common):
     """Sample from the likeliest tokens whose probabilities add up to this share."""
     top_k: NonNegativeInt = 0
     """Sample from this many of the likeliest tokens; 0 is all."""
+    min_p: ClosedUnitInterval = 0.0
+    """Sample from tokens of at least this share of the likeliest token's probability; 0 is all. It
+    comes before top_k and top_p."""
     source: Literal["policy", "vllm", "vllm_engine"] = "policy"
     """Source of completions: the policy itself, on each rank a share of them, where it is sharded
     from a whole copy; a vLLM server; or vLLM within this process, which must be the only one."""
@@ -180,7 +184,14 @@ class SamplingConfig(Common):
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(self.max_tokens, self.temperature, self.top_p, self.top_k)
+        return SamplingParams(
+            self.max_tokens, self.temperature, self.top_p, self.top_k, min_p=self.min_p
+        )
+
+    @property
+    def truncated(self) -> bool:
+        """True if some tokens are never drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True)
@@ -334,19 +345,19 @@ class PolicyGradientConfig(OnlineConfig):
     max_logp_difference: PositiveFloat | None = None
     """Mean difference of the trainer's and the sampler's log-probs, in nats per token, above which
     the run ends in the first step on a rollout: it was sampled from other weights. Completions of
-    older weights are not judged. Null is 1, or no bound where top_p or top_k cut the distribution,
-    which a correction is then for; .inf is no bound.
+    older weights are not judged. Null is 1, or no bound where top_p, top_k or min_p cut the
+    distribution, which a correction is then for; .inf is no bound.
     """
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         yield from self._mask_contradictions()
         if self.correction == "none":
-            if self.top_p < 1 or self.top_k:
+            if self.truncated:
                 yield (
-                    "top_p, top_k: tokens sampled from a part of the distribution are more likely there than under the "
-                    "policy, and its gradient is biased; sample from all of it, or set a correction, and leave "
-                    "old_logprobs out"
+                    "top_p, top_k, min_p: tokens sampled from a part of the distribution are more likely there than "
+                    "under the policy, and its gradient is biased; sample from all of it, or set a correction, and "
+                    "leave old_logprobs out"
                 )
             return
         if self.old_logprobs == "sampled":
@@ -390,4 +401,4 @@ class PolicyGradientConfig(OnlineConfig):
             return self.max_logp_difference
         # Where sampling is cut off, the sampler's log-probs are those of the rest, and the
         # trainer's are not.
-        return math.inf if self.top_p < 1 or self.top_k else MAX_LOGP_DIFFERENCE
+        return math.inf if self.truncated else MAX_LOGP_DIFFERENCE

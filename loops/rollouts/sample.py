@@ -33,6 +33,8 @@ class SamplingParams:
         top_p, top_k: truncation of the distribution, none at 1 and 0. Log-probs are those after
             truncation.
         stop: token ids that end a completion, as its last token.
+        min_p: truncation at this share of the likeliest token's probability, none at 0; it comes
+            before top_k and top_p, as in vLLM.
     """
 
     max_tokens: int
@@ -40,6 +42,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     stop: tuple[int, ...] = ()
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -50,10 +53,17 @@ class SamplingParams:
             raise ValueError(f"top_p: must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k: must be >= 0, where 0 keeps all, got {self.top_k}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p: must be in [0, 1], where 0 keeps all, got {self.min_p}")
         if not all(isinstance(token, Integral) for token in self.stop):
             raise ValueError(
                 f"stop: wanted token ids, such as those of tokenizer.encode, got {self.stop!r}"
             )
+
+    @property
+    def truncated(self) -> bool:
+        """True if some tokens are never drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """One token per row of ``logits`` [rows, V], by inversion of its cumulative distribution.
 
-        i = min { i : Σ_{j≤i} p_j > u Σ_j p_j },   p = softmax(logits / T) over what top_k and then top_p leave
+        i = min { i : Σ_{j≤i} p_j > u Σ_j p_j },   p = softmax(logits / T) over what min_p, top_k and then top_p leave
 
     Returns int64 tokens [rows], and their log-probs [rows] under the distribution that they were
     drawn from. A row of temperature 0 takes its likeliest token, and its log-prob is that of
@@ -168,10 +168,11 @@ def _draw(
 ) -> tuple[Tensor, Tensor]:
     """`draw`, of all rows at once."""
     settings = [
-        (u, row.temperature, row.top_k, row.top_p) for u, row in zip(uniform, sampling, strict=True)
+        (u, row.temperature, row.top_k, row.top_p, row.min_p)
+        for u, row in zip(uniform, sampling, strict=True)
     ]
     columns = torch.tensor(settings, dtype=torch.float64, device=logits.device)[:, :, None]
-    number, temperature, top_k, top_p = columns.unbind(1)  # [rows, 1]
+    number, temperature, top_k, top_p, min_p = columns.unbind(1)  # [rows, 1]
     greedy = temperature == 0
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # Asked of the settings, not of the tensors: a GPU would have to be waited for.
@@ -179,7 +180,12 @@ def _draw(
     if any(kind.temperature not in (0.0, 1.0) for kind in kinds):
         logits = logits / temperature.masked_fill(greedy, 1.0).to(logits.dtype)
     if any(_cuts(kind) for kind in kinds):
-        logits = _likeliest(logits, top_k.masked_fill(greedy, 0.0), top_p.masked_fill(greedy, 1.0))
+        logits = _likeliest(
+            logits,
+            top_k.masked_fill(greedy, 0.0),
+            top_p.masked_fill(greedy, 1.0),
+            min_p.masked_fill(greedy, 0.0),
+        )
     highest = logits.amax(-1, keepdim=True)
     # In float64: a sum of 150,000 numbers in float32 would shift which token a number falls on.
     cumulative = (logits - highest).exp_().cumsum(-1, dtype=torch.float64)
@@ -195,13 +201,18 @@ def _draw(
 
 def _cuts(sampling: SamplingParams) -> bool:
     """True if some tokens can't be drawn."""
-    return sampling.temperature != 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+    return sampling.temperature != 0 and sampling.truncated
 
 
-def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The logits with -inf for all but the likeliest k, and of these for all but those that make up
-    p.
+def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The logits with -inf for what is cut off.
+
+    Kept are tokens of at least min_p times the probability of the likeliest, of these the likeliest
+    k, and of these those that make up p.
     """
+    # a probability that is min_p of another one is log(min_p) below it; log(0) keeps all
+    lowest = logits.amax(-1, keepdim=True).double() + min_p.log()
+    logits = logits.masked_fill(logits < lowest, -torch.inf)
     ordered, ids = logits.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[1], device=logits.device)
     ordered = ordered.masked_fill((top_k > 0) & (rank >= top_k), -torch.inf)

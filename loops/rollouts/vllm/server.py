@@ -55,6 +55,7 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "stop_token_ids": list(sampling.stop),
         "ignore_eos": True,  # only what the request calls a stop token is one
         "seed": seed,

@@ -163,7 +163,7 @@ def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp
         ({"on_policy": 0.5, "temperature": 0.0}, "temperature: at 0"),
         (
             {"on_policy": 0.5, "loss": "sampled_reverse_kl", "top_p": 0.9},
-            "top_p, top_k: .* use the loss distillation",
+            "top_p, top_k, min_p: .* use the loss distillation",
         ),
         (
             {"on_policy": 0.5, "loss": {"distillation": {"weight": "importance"}}},

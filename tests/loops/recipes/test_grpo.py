@@ -85,8 +85,9 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ),
         ({"temperature": 0.0}, "temperature: at 0 every completion of a prompt is the same"),
         ({"max_tokens": 0}, "max_tokens: must be > 0, got 0"),
-        ({"top_p": 0.9}, "top_p, top_k: .* set a correction, and leave old_logprobs out"),
-        ({"top_k": 5, "old_logprobs": "recomputed"}, "top_p, top_k: "),
+        ({"top_p": 0.9}, "top_p, top_k, min_p: .* set a correction, and leave old_logprobs out"),
+        ({"top_k": 5, "old_logprobs": "recomputed"}, "top_p, top_k, min_p: "),
+        ({"min_p": 0.1}, "top_p, top_k, min_p: "),
         (
             {"correction": "tis", "old_logprobs": "sampled"},
             "correction: tis .* leave old_logprobs out",

@@ -57,6 +57,8 @@ def test_digits_of_neighbors_are_not_run_together():
         ({"temperature": -0.1}, "temperature: must be >= 0, got -0.1"),
         ({"top_p": 0.0}, r"top_p: must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, "top_p"),
+        ({"min_p": -0.1}, r"min_p: must be in \[0, 1\], where 0 keeps all, got -0.1"),
+        ({"min_p": 1.1}, "min_p"),
         ({"top_k": -1}, "top_k: must be >= 0, where 0 keeps all, got -1"),
     ],
 )

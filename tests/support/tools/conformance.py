@@ -11,6 +11,7 @@ can be kept on ``self`` by an autouse fixture.
 import asyncio
 import copy
 import inspect
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -113,6 +114,7 @@ def drawn_from(log_probs, sampling):
             continue
         row = (row / sampling.temperature).log_softmax(-1)
         ids = row.argsort(descending=True)
+        ids = ids[row[ids] >= row.max() + math.log(sampling.min_p or 1e-300)]
         if sampling.top_k:
             ids = ids[: sampling.top_k]
         before = row[ids].softmax(-1).cumsum(0) - row[ids].softmax(-1)
@@ -188,6 +190,8 @@ class Conformance:
             {"top_p": 0.6},
             {"temperature": 1.3, "top_k": 5, "top_p": 0.8},
             {"temperature": 0.0},
+            {"min_p": 0.3},
+            {"min_p": 0.1, "top_k": 12, "top_p": 0.9},
         ],
         ids=str,
     )
@@ -196,7 +200,7 @@ class Conformance:
         """Prompts of several lengths at once, so that positions and masks of mixed batches are
         seen.
         """
-        if subject.rounding and ("top_k" in how or "top_p" in how):
+        if subject.rounding and how.keys() & {"top_k", "top_p", "min_p"}:
             pytest.skip("which tokens are cut off is a matter of rounding")
         requests = [
             ask(i, prompt=[3 + i, 5, 4, 3, 6][: 1 + i], indices=range(3), **how) for i in range(5)

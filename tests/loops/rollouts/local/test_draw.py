@@ -47,18 +47,26 @@ def test_what_has_no_probability_is_never_drawn():
         ({"top_p": 1e-9}, {4: 1.0}),
         ({"top_k": 2, "top_p": 0.5}, {4: 1.0}),  # of the two that are left, one makes up 4/7
         ({"top_k": 3, "top_p": 0.77}, {3: 3 / 7, 4: 4 / 7}),
+        ({"min_p": 0.8}, {4: 1.0}),
+        ({"min_p": 0.7}, {3: 3 / 7, 4: 4 / 7}),
+        ({"min_p": 1e-9}, {0: 0.1, 1: 0.2, 3: 0.3, 4: 0.4}),
+        ({"min_p": 1.0}, {4: 1.0}),
+        # of what min_p leaves, 4/9 are not enough, and 7/9 are
+        ({"min_p": 0.45, "top_p": 0.5}, {3: 3 / 7, 4: 4 / 7}),
+        ({"min_p": 0.45, "top_p": 0.44}, {4: 1.0}),
+        ({"temperature": 0.5, "min_p": 0.5}, {3: 9 / 25, 4: 16 / 25}),  # temperature comes first
         ({"temperature": 0.5}, {0: 1 / 30, 1: 4 / 30, 3: 9 / 30, 4: 16 / 30}),
         ({"temperature": 0.5, "top_p": 0.5}, {4: 1.0}),  # temperature comes first
     ],
     ids=str,
 )
-def test_top_k_and_top_p_leave_the_likeliest(how, left):
+def test_min_p_top_k_and_top_p_leave_the_likeliest(how, left):
     found = dict(drawn(u / 200, SamplingParams(max_tokens=1, **how)) for u in range(200))
     assert found == {token: pytest.approx(p) for token, p in left.items()}
 
 
 def test_temperature_0_takes_the_likeliest_with_its_log_prob_of_temperature_1():
-    for how in ({}, {"top_k": 1}, {"top_p": 0.1}):
+    for how in ({}, {"top_k": 1}, {"top_p": 0.1}, {"min_p": 0.9}):
         assert drawn(0.0, SamplingParams(max_tokens=1, temperature=0.0, **how)) == (
             4,
             pytest.approx(0.4),

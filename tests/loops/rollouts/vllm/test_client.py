@@ -295,7 +295,10 @@ class TestMeeting:
 
 class TestAnswers:
     def test_each_answer_is_a_request_of_its_own_with_its_own_seed(self, connect, fake):
-        source, request = connect(), ask(range(3), temperature=0.7, top_p=0.9, top_k=5, stop=(4,))
+        source, request = (
+            connect(),
+            ask(range(3), temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=(4,)),
+        )
         asked = []
         usual = fake.do_inference_v1_generate
         fake.odd["/inference/v1/generate"] = lambda body: (asked.append(body), usual(body))[1]
@@ -320,6 +323,7 @@ class TestAnswers:
                 0.9,
                 5,
             )
+            assert how["min_p"] == 0.1
             assert how["logprobs"] == 0 and "n" not in how
 
     def test_no_more_answers_are_under_way_than_allowed(self, connect, fake):
