@@ -86,7 +86,7 @@ def test_groups_are_taken_before_so_many_are_due_that_a_step_can_not_take_them()
     """Of 2B that are begun at once and due in two steps the trainer takes B in the first of them,
     although younger ones are ready.
     """
-    slow = range(1, 2 * B)
+    slow = range(1, 2 * B + 1)
     source = Held(slow)
     trainer = Trainer(source, in_flight=3 * B, max_staleness=3)
     with trainer.scheduler as scheduler:
@@ -94,7 +94,7 @@ def test_groups_are_taken_before_so_many_are_due_that_a_step_can_not_take_them()
         choosing = asyncio.run_coroutine_threadsafe(
             scheduler._take(2, B, float("inf")), scheduler.loop.loop
         )
-        wait_until(lambda: source.ended >= 2 * B)
+        wait_until(lambda: source.ended == 3 * B)  # all others that were begun
         assert not choosing.done()
         for task in slow[:B]:
             source.let_go(trainer, task)
