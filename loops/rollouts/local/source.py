@@ -147,7 +147,6 @@ class LocalSource:
                 queue = queue[count:]
                 assert self._version is not None
                 read_version = self._version
-                self._pack_weights([*batch.sequences, *joining])
                 self._draw_tokens(batch, joining, read_version)
                 self._answer_finished()
         except torch.OutOfMemoryError as error:
@@ -162,14 +161,17 @@ class LocalSource:
             self.runner.packed.clear()  # training may change the weights now, and wants the memory
 
     def _pack_weights(self, sequences: list[DecodeSequence]) -> None:
-        """Pack the weights, unless they are, if so many tokens may follow that it saves time."""
+        """Pack the weights for the next token steps, unless they are, if so many may follow that it
+        saves time.
+
+        It is called where the weights are computed with, in the precision of that.
+        """
         packed = self.runner.packed
-        most = max(sequence.sampling.max_tokens - len(sequence.tokens) for sequence in sequences)
-        if packed or most < _WORTH_PACKING:
+        if packed:
             return
-        with self.runner.inference():
-            if packed.worthwhile(len(sequences)):
-                packed.pack()
+        most = max(sequence.sampling.max_tokens - len(sequence.tokens) for sequence in sequences)
+        if most >= _WORTH_PACKING and packed.worthwhile(len(sequences)):
+            packed.pack()
 
     def _unfinished(self, queue: list[DecodeSequence]) -> list[DecodeSequence]:
         """The sequences that wait, and after them those that have arrived, sorted.
@@ -200,6 +202,7 @@ class LocalSource:
             uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
             sampling = [sequence.sampling for sequence in batch.sequences]
             tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
+            self._pack_weights(batch.sequences)
         for sequence, token, logprob in zip(
             batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True
         ):
