@@ -10,7 +10,8 @@ divisor of the advantage.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,9 +32,12 @@ from ...objectives import (
     optimal_token_advantage,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax_advantage,
     rloo_advantage,
     whiten,
 )
+from ..rewards.scoring import RewardFunction
+from ..rewards.table import score
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, refuse_completion_losses, train_policy
@@ -79,13 +83,18 @@ def open_grpo(config: GRPO, context: RLContext | None = None) -> Training:
     at_start: tuple[Extra, ...] = ()
     if config.baseline == "optimal_token":
         at_start = ("log_sum_squares",)
+    context = context or open_rl(config)
+    greedy: dict[str, Any] = {}
+    if config.samples_greedily:
+        greedy = {"report": partial(greedy_metrics, rewards=context.rewards)}
     return train_policy(
-        context or open_rl(config),
+        context,
         losses,
-        advantages=partial(advantages, config=config),
+        advantages=partial(advantages, config=config, rewards=context.rewards),
         kl_in_reward=config.kl_as == "reward",
         at_start=at_start,
         dynamic_sampling=variant_of(config)["dynamic_sampling"],
+        **greedy,
     )
 
 
@@ -99,8 +108,14 @@ def variant_of(config: GRPO) -> dict[str, Any]:
     return settings
 
 
-def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
-    """The advantage of each token of the rollout."""
+def advantages(
+    rollout: RolloutBuffer, *, config: GRPO, rewards: Sequence[RewardFunction] = ()
+) -> dict[str, Tensor]:
+    """The advantage of each token of the rollout.
+
+    Args:
+        rewards: the functions that have scored it, with their weights; for the baseline remax.
+    """
     scores = rollout.scores
     kl_in_reward = config.beta > 0 and config.kl_as == "reward"
     if config.reward_aggregation == "normalize":
@@ -115,11 +130,13 @@ def advantages(rollout: RolloutBuffer, *, config: GRPO) -> dict[str, Tensor]:
     reward = scores.total
     if kl_in_reward:
         reward = reward - config.beta * rollout.sum(kl)
-    advantage = _of_completions(rollout, reward, config)
+    advantage = _of_completions(rollout, reward, config, rewards)
     return {"advantage": advantage[rollout.sequence]}
 
 
-def _of_completions(rollout: RolloutBuffer, reward: Tensor, config: GRPO) -> Tensor:
+def _of_completions(
+    rollout: RolloutBuffer, reward: Tensor, config: GRPO, rewards: Sequence[RewardFunction]
+) -> Tensor:
     """[completions], by the configured baseline."""
     group = rollout.scores.group
     scale = variant_of(config)["scale"]
@@ -134,10 +151,28 @@ def _of_completions(rollout: RolloutBuffer, reward: Tensor, config: GRPO) -> Ten
             advantage = gpg_advantage(reward, group)
         case "maxrl":
             advantage = maxrl_advantage(reward, group)
+        case "remax":
+            advantage = remax_advantage(reward, greedy_reward(rollout, rewards))
         case _:
             k = config.advantage_k or config.group_size
             advantage = max_at_k_advantage(reward, group, k=k)
     return whiten(advantage.where(~reward.isnan(), math.nan)) if scale == "batch" else advantage
+
+
+def greedy_reward(rollout: RolloutBuffer, rewards: Sequence[RewardFunction]) -> Tensor:
+    """float64 [completions], the reward of the greedy completion to the same prompt; NaN where it
+    has none.
+    """
+    greedy = [replace(sample, **sample.info["greedy"]) for sample in rollout.samples]
+    return score(rewards, greedy).total
+
+
+def greedy_metrics(
+    rollout: RolloutBuffer, *, rewards: Sequence[RewardFunction]
+) -> Mapping[str, float]:
+    """The mean reward of greedy completions, ``reward/greedy``."""
+    mean = float(greedy_reward(rollout, rewards).nanmean())
+    return {} if math.isnan(mean) else {"reward/greedy": mean}
 
 
 def _optimal_token(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:

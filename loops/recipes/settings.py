@@ -45,6 +45,7 @@ AdvantageName = Literal[
     "gpg",
     "maxrl",
     "max_at_k",
+    "remax",
     "optimal_token",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
@@ -289,7 +290,8 @@ class GRPO(PolicyGradientConfig):
     """What a completion's reward is compared with; null is rloo for the variant rloo, else group.
     The mean of its group (group), of the others in it (rloo), a mean weighted by length (opo); that
     mean, counting informative groups alone (gpg), or relative to it (maxrl); the best of k others
-    (max_at_k); at each position the best baseline for the gradient's variance (optimal_token); the
+    (max_at_k); the prompt's greedy completion, which is sampled beside the others (remax); at each
+    position the best baseline for the gradient's variance (optimal_token); the
     whole batch (reinforce_plus_plus, for single completions; ..._baseline, for groups).
     """
     advantage_k: PositiveInt | None = None
@@ -331,16 +333,22 @@ class GRPO(PolicyGradientConfig):
             yield "use_bias_correction_kl: is for the divergence as a loss; leave it out, or set kl_as to loss"
 
     def _group_contradictions(self) -> Iterator[str]:
-        if self.group_size < 2 and self.baseline != "reinforce_plus_plus":
+        if self.group_size < 2 and self.baseline not in ("reinforce_plus_plus", "remax"):
             yield (
                 "group_size: a completion is compared with the others of its prompt, wanted >= 2, got "
-                f"{self.group_size}; ppo, and the advantage reinforce_plus_plus, learn from single completions"
+                f"{self.group_size}; ppo, and the advantages reinforce_plus_plus and remax, learn from single "
+                "completions"
             )
         dynamic = self.dynamic_sampling or (
             self.dynamic_sampling is None and self.variant == "dapo"
         )
         if self.group_size < 2 and dynamic:
             yield "dynamic_sampling: the reward of a single completion never varies; set it to false"
+        elif dynamic and self.baseline == "remax":
+            yield (
+                "dynamic_sampling: completions of equal rewards teach remax, if the greedy one has another; set it to "
+                "false"
+            )
         if self.advantage_k is None:
             return
         if self.baseline != "max_at_k":
@@ -368,6 +376,10 @@ class GRPO(PolicyGradientConfig):
         if self.advantage is not None:
             return self.advantage
         return "rloo" if self.variant == "rloo" else "group"
+
+    @property
+    def samples_greedily(self) -> bool:
+        return self.baseline == "remax"
 
     @property
     def advantage_differs(self) -> bool:

@@ -294,6 +294,11 @@ class OnlineConfig(Referenced, SamplingConfig):
     def steps_per_rollout(self) -> int:
         return self.epochs_per_rollout * self.minibatches
 
+    @property
+    def samples_greedily(self) -> bool:
+        """Whether each prompt is also completed at temperature 0, to compare with."""
+        return False
+
 
 @dataclass(frozen=True)
 class PolicyGradientConfig(OnlineConfig):

@@ -128,6 +128,7 @@ def open_scheduler(
             in_flight=config.in_flight,
             attempts=config.vllm.attempts,
             score=score,
+            greedy=config.samples_greedily,
         )
 
     return on_main(accelerator, make_there), follow

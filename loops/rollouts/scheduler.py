@@ -35,7 +35,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerBase
 from ...data import encode_prompts, permutation
 from ..models.end_tokens import end_tokens
 from ..models.io import named_weights
-from .event_loops import EventLoop
+from .event_loops import EventLoop, gather_or_cancel
 from .ledger import Ledger, UsefulShare
 from .retries import Attempts, retrying
 from .sample import Request, Row, Sample, SamplingParams, from_record, to_record
@@ -128,6 +128,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             `publish` may name others.
         score: ``await score(group)`` is called as groups finish, to reward them while others are
             under way.
+        greedy: also complete each prompt at temperature 0, for ReMax. That completion is scored
+            with its group, but is none of it: ``info["greedy"]`` of the others has its finish and
+            its rewards.
         keep: ``keep(group)``, of a group that is scored, says whether it is worth training on;
             others are passed over. By default every group is.
         attempts: how often a completion, or a publication, is tried before the run ends with the
@@ -154,6 +157,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         shuffle: bool = False,
         weights: Callable[[], NamedWeights] = tuple,
         score: Callable[[list[Sample]], Awaitable[None]] | None = None,
+        greedy: bool = False,
         keep: Callable[[list[Sample]], bool] | None = None,
         attempts: int = 8,
         backoff: float = 1.0,
@@ -200,7 +204,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             order = prompt_order(len(rows), seed=seed, shuffle=shuffle)
             prompts, self._row = lambda task: ids[order(task)], lambda task: rows[order(task)]
         self.source, self.prompts, self.weights = source, prompts, weights
-        self.score, self.keep = score, keep
+        self.score, self.greedy, self.keep = score, greedy, keep
         self.groups_per_step, self.group_size = groups_per_step, group_size
         self.seed, self.max_staleness, self.in_flight = seed, max_staleness, in_flight
         self.attempts, self.backoff = attempts, backoff
@@ -593,6 +597,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
                 sample.row = self._row(task)
         if self.score is not None and not stored:
             await self._scored(self.score(group), task)
+        if self.greedy and not stored:
+            group = _without_greedy(group)
         return group
 
     async def _scored(self, scored: Awaitable[None], task: int) -> None:
@@ -616,13 +622,22 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             scoring.cancel()
 
     async def _sample(self, task: int) -> list[Sample]:
-        """The completions of a task, from weights that the trainer has published."""
-        request = Request(
-            task, tuple(self.prompts(task)), range(self.group_size), self.sampling, self.seed
-        )
-        group: list[Sample] = await self._asked.sample(request)
-        check_completions(group, request, type(self.source).__name__, conversations=True)
-        return group
+        """The completions of a task, from weights that the trainer has published; the last one is
+        the greedy one, if that is wanted.
+        """
+        prompt = tuple(self.prompts(task))
+        request = Request(task, prompt, range(self.group_size), self.sampling, self.seed)
+        requests = [request]
+        if self.greedy:
+            at_zero = replace(self.sampling, temperature=0.0)
+            requests.append(replace(request, indices=(self.group_size,), sampling=at_zero))
+        parts = await gather_or_cancel(map(self._requested, requests))
+        return list(chain.from_iterable(parts))
+
+    async def _requested(self, request: Request) -> list[Sample]:
+        samples: list[Sample] = await self._asked.sample(request)
+        check_completions(samples, request, type(self.source).__name__, conversations=True)
+        return samples
 
     async def _restored(self, failed: float) -> None:
         """Wait until the source samples from the trainer's weights, seen later than a request has
@@ -651,6 +666,16 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             group.cancel()
         await asyncio.gather(*self._groups.values(), return_exceptions=True)
         await self._asked.close()
+
+
+def _without_greedy(group: list[Sample]) -> list[Sample]:
+    """A group without its last completion, the greedy one; the others are told what it was
+    worth.
+    """
+    *sampled, greedy = group
+    for sample in sampled:
+        sample.info["greedy"] = {"finish": greedy.finish, "rewards": greedy.rewards}
+    return sampled
 
 
 def _succeeded(group: asyncio.Task[list[Sample]]) -> bool:

@@ -10,7 +10,12 @@ import torch
 from burnish import objectives
 from burnish.data import Example
 from burnish.loops.batch import collate
-from burnish.loops.recipes.grpo import advantages, grpo_losses, open_grpo
+from burnish.loops.recipes.grpo import (
+    advantages,
+    greedy_metrics,
+    grpo_losses,
+    open_grpo,
+)
 from burnish.loops.recipes.settings import GRPO, PPO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
@@ -23,6 +28,8 @@ BARE = {"model": "", "data": "", "output": "", "group_size": 3}
 REWARDS = [1.0, 0.0, 0.5, 2.0, 2.0, 0.25]
 LENGTHS = [2, 1, 3, 4, 2, 1]
 GROUPS = [5, 5, 5, 9, 9, 9]
+GREEDY = {5: 0.25, 9: 1.5}  # rewards of the greedy completions
+RIGHT = [RewardFunction("right", None)]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +39,14 @@ def common(tmp_path_factory):
 
 @pytest.fixture
 def rollout():
-    samples = [
-        Sample(task, i, [1], [5] * n, [True] * n, [-1.0] * n, [], "stop", rewards={"right": reward})
-        for i, (reward, task, n) in enumerate(zip(REWARDS, GROUPS, LENGTHS, strict=True))
-    ]
+    samples = []
+    for i, (reward, task, n) in enumerate(zip(REWARDS, GROUPS, LENGTHS, strict=True)):
+        sample = Sample(task, i, [1], [5] * n, [True] * n, [-1.0] * n, [], "stop")
+        sample.rewards = {"right": reward}
+        sample.info = {"greedy": {"finish": "stop", "rewards": {"right": GREEDY[task]}}}
+        samples.append(sample)
     found = RolloutBuffer(samples)
-    found.score([RewardFunction("right", None)])
+    found.score(RIGHT)
     draw = torch.Generator().manual_seed(0)
     count = len(found.sequence)
     found["old_logp"] = -torch.rand(count, generator=draw)
@@ -70,13 +79,16 @@ def expected_advantage(name, found):
             advantage = objectives.max_at_k_advantage(penalized, group, k=2)
         case "group":
             advantage = objectives.group_advantage(penalized, group)
+        case "remax":
+            greedy = torch.tensor([GREEDY[task] for task in GROUPS], dtype=torch.float64)
+            advantage = objectives.remax_advantage(penalized, greedy)
         case _:
             advantage = getattr(objectives, f"{name}_advantage")(penalized, group)
     return advantage[sequence]
 
 
 NAMES = [
-    *("group", "rloo", "opo", "gpg", "maxrl", "max_at_k", "optimal_token"),
+    *("group", "rloo", "opo", "gpg", "maxrl", "max_at_k", "remax", "optimal_token"),
     *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
 ]
 
@@ -88,7 +100,7 @@ def test_an_advantage_is_the_objective_of_that_name(name, rollout):
         config = replace(config, advantage_k=2)
     if name == "maxrl":  # rewards are not negative
         rollout["ref_logp"] = rollout["old_logp"]
-    found = advantages(rollout, config=config)["advantage"]
+    found = advantages(rollout, config=config, rewards=RIGHT)["advantage"]
     torch.testing.assert_close(found, expected_advantage(name, rollout))
     assert found.abs().max() > 0.1
 
@@ -194,6 +206,11 @@ def test_a_mask_of_a_step_multiplies_the_loss(name, settings, kept):
         ),
         (GRPO, {"advantage_k": 2}, "advantage_k: is for the advantage max_at_k, and this is group"),
         (GRPO, {"advantage": "max_at_k", "advantage_k": 9}, "advantage_k: wanted from 2 to"),
+        (
+            GRPO,
+            {"advantage": "remax", "dynamic_sampling": True},
+            "dynamic_sampling: completions of equal rewards teach remax",
+        ),
         (GRPO, {"advantage": "opo", "group_size": 1}, "group_size: .* wanted >= 2"),
         (
             GRPO,
@@ -218,16 +235,41 @@ def test_contradictions_of_advantages_and_masks_are_told(kind, config, message):
         kind(**settings).refuse_contradictions()
 
 
-def test_single_completions_are_enough_for_reinforce_plus_plus():
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "remax"])
+def test_single_completions_are_enough_for(name):
     config = GRPO(
-        model="",
-        data="",
-        output="o",
-        rewards={"math": 1.0},
-        group_size=1,
-        advantage="reinforce_plus_plus",
+        model="", data="", output="o", rewards={"math": 1.0}, group_size=1, advantage=name
     )
     config.refuse_contradictions()
+
+
+def test_a_greedy_completion_of_unknown_reward_is_compared_with_none(rollout):
+    for sample in rollout.samples[:3]:
+        sample.info["greedy"]["rewards"] = {"right": "exception"}
+    config = GRPO(**BARE, advantage="remax")
+    found = advantages(rollout, config=config, rewards=RIGHT)["advantage"]
+    assert not found[rollout.sequence < 3].any() and found[rollout.sequence >= 3].all()
+    assert greedy_metrics(rollout, rewards=RIGHT) == {"reward/greedy": GREEDY[9]}
+    for sample in rollout.samples[3:]:
+        sample.info["greedy"]["finish"] = "aborted"
+    assert greedy_metrics(rollout, rewards=RIGHT) == {}
+
+
+def test_remax_compares_with_what_the_policy_says_greedily(common, tmp_path):
+    """Nothing is learned, so the greedy completions of all prompts are those of an evaluation."""
+    settings = common | {"prompts_per_rollout": 20, "group_size": 2, "learning_rate": 0.0}
+    config = GRPO(
+        **settings | {"steps": 1, "output": str(tmp_path / "run"), "eval_data": common["data"]},
+        eval_every=1,
+        advantage="remax",
+    )
+    open_grpo(config).train()
+    records = lines(tmp_path / "run")
+    trained = next(line for line in records if "reward/greedy" in line)
+    assert trained["reward/greedy"] == pytest.approx(trained["eval/reward"], abs=1e-6)
+    assert trained["reward"] != trained["reward/greedy"]
+    # the greedy one is none of the group
+    assert trained["rewards/even/unscored"] == 0 and trained["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

@@ -534,3 +534,31 @@ def test_no_prompt_and_a_negative_seed_are_refused_at_once(prompts, seed):
         ValueError, match=f"at least one prompt and a seed >= 0, got {len(prompts)} and {seed}"
     ):
         RolloutScheduler(Scripted(), prompts, group_size=G, seed=seed)
+
+
+def test_a_greedy_completion_is_scored_with_its_group_and_is_none_of_it():
+    source = Scripted(delay=0.001)
+    asked = []
+    sample = source.sample
+
+    async def noted(request):
+        asked.append((request.task, list(request.indices), request.sampling.temperature))
+        return await sample(request)
+
+    async def score(group):
+        for completion in group:
+            completion.rewards["place"] = float(completion.index)
+
+    source.sample = noted
+    trainer = Trainer(source, greedy=True, score=score)
+    with trainer.scheduler as scheduler:
+        groups = scheduler.take()
+    assert [len(group) for group in groups] == [G] * B
+    for group in groups:
+        for place, completion in enumerate(group):
+            assert completion.rewards == {"place": place}
+            assert completion.info == {"greedy": {"finish": "stop", "rewards": {"place": G}}}
+    temperature = scheduler.sampling.temperature
+    assert temperature > 0
+    for task in range(B):
+        assert (task, list(range(G)), temperature) in asked and (task, [G], 0.0) in asked
