@@ -12,7 +12,7 @@ The vocabulary is always the outer loop: a W in another dtype is rounded one spa
 dW of a span is complete before the next one begins.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,13 +122,15 @@ class HeadFactors(NamedTuple):
         low = up = None
         if head.adapter is not None:
             down, up, scaling = head.adapter
-            dtype = factor_dtype(hidden, compute)
-            if dtype == accumulation_dtype(hidden.dtype):
+            exact = accumulation_dtype(hidden.dtype)
+            if factor_dtype(hidden, compute) == exact:
                 # cast once, so that its two gradients are added before they are rounded
-                hidden = hidden.to(dtype)
-            h = _multiplied(hidden, compute, dtype)
-            a = _multiplied(down, compute, dtype)
-            low = scaling * (h @ a.t())
+                hidden = hidden.to(exact)
+                h = rounded(hidden, compute).to(exact)
+                a = rounded(down, compute).to(exact)
+                low = scaling * (h @ a.t())
+            else:
+                low = _LowRankProduct.apply(hidden, down, scaling, compute)
         return cls(hidden, head.weight, head.bias, low, up, compute)
 
     def factor(self, t: Tensor) -> Tensor:
@@ -169,8 +171,48 @@ def multiply_(out: Tensor, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: fl
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=alpha, out=out)
 
 
-def _multiplied(t: Tensor, compute: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """A factor rounded to ``compute``, in the dtype of products; on the autograd graph."""
-    if dtype == compute:
-        return t.to(dtype)
-    return rounded(t, compute).to(dtype)
+class _LowRankProduct(torch.autograd.Function):
+    """u = scaling·(h·Aᵀ) in float32, of factors that are rounded to 16 bits.
+
+    ``h @ A.t()`` would round u before it is scaled and once more after, and on the way back the
+    gradient of a float32 A.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, down: Tensor, scaling: float, compute: torch.dtype
+    ) -> Tensor:
+        h, a = hidden.to(compute), down.to(compute)
+        ctx.save_for_backward(h, a)
+        ctx.scaling = scaling
+        ctx.dtypes = hidden.dtype, down.dtype
+        return _product(h, a.t(), scaling)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        h, a = ctx.saved_tensors
+        (du,) = upstream
+        unit = _unit(du, h.dtype)
+        du = (du / unit).to(h.dtype)
+        dh = da = None
+        if ctx.needs_input_grad[0]:
+            dh = (_product(du, a, ctx.scaling) * unit).to(ctx.dtypes[0])
+        if ctx.needs_input_grad[1]:
+            da = (_product(du.t(), h, ctx.scaling) * unit).to(ctx.dtypes[1])
+        return dh, da, None, None
+
+
+def _product(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """alpha·a·b in float32."""
+    out = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32)
+    multiply_(out, a, b, beta=0.0, alpha=alpha)
+    return out
+
+
+def _unit(gradient: Tensor, dtype: torch.dtype) -> Tensor | float:
+    """What a gradient is rounded in multiples of: in float16 those of 1/N would vanish. A power of
+    2, which is exact."""
+    if dtype != torch.float16 or gradient.numel() == 0:
+        return 1.0
+    largest = gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.exp2(largest.log2().floor())

@@ -130,6 +130,8 @@ def test_every_span_that_fits_is_kept_the_last_one_too() -> None:
 def test_by_default_a_gpu_keeps_a_thirty_second_of_its_memory_and_at_most_4_gib(
     memory: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.init()  # which asks for the properties of the device that is there
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=memory)
     )

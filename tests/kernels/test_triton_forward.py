@@ -155,14 +155,19 @@ def ours(case: dict[str, Any]) -> Logprobs:
 
 
 def assert_as_good_as_the_definition(case: dict[str, Any], dtype: torch.dtype) -> None:
-    """Error against float64 at most twice the definition's own in the same precision, plus 1e-6."""
+    """Error against float64 at most twice the definition's own in the same precision, plus 1e-6;
+    on a GPU the last digit of the result, too: its exp2 and log2 are approximations.
+    """
     case = rounded(case, dtype)
     exact, same = definition(case, torch.float64)._asdict(), definition(case, dtype)._asdict()
     for name, found in ours(case)._asdict().items():
         assert (found is None) == (exact[name] is None), name
         if found is not None:
             allowed = 2 * (same[name] - exact[name]).abs().max() + 1e-6
-            assert (found - exact[name]).abs().max() <= allowed, name
+            if DEVICE == "cuda":
+                allowed += torch.finfo(torch.float32).eps * exact[name].abs().max()
+            error = (found - exact[name]).abs().max()
+            assert error <= allowed, f"{name}: {error:.3g} > {allowed:.3g}"
 
 
 FEW = ["plain", "one_column_of_a_second_tile", "many_rows", "columns_apart", "width_of_no_descriptor", "forbidden",
@@ -236,7 +241,7 @@ def test_a_certain_token_has_logprob_zero() -> None:
 def test_a_target_elsewhere_has_z_zero() -> None:
     """As for the rank of a split vocabulary that does not have it."""
     case = rounded(inputs(4, 24, 150, vocab=131), torch.float32)
-    case["target"] = torch.tensor([[-1], [131], [149], [2**40]])
+    case["target"] = torch.tensor([[-1], [131], [149], [2**40]], device=DEVICE)
     assert (sums(case).chosen == 0).all()
     several = sums(case | {"target": case["target"].repeat(1, 3)})
     assert (several.chosen == 0).all()
@@ -328,7 +333,7 @@ def test_no_logits_in_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     sums(case)
-    assert torch.cuda.max_memory_allocated() - before < 2**22
+    assert torch.cuda.max_memory_allocated() - before < 2**23  # sums of each row and span
 
 
 @needs_gpu

@@ -5,6 +5,7 @@ GPU.
 import subprocess
 import sys
 import textwrap
+from functools import partial
 from typing import NamedTuple
 
 import pytest
@@ -249,7 +250,7 @@ def test_nan_logits_do_not_pass_for_forbidden_ones(small_blocks: None) -> None:
 def test_targets_in_the_last_column_and_several_in_a_row(targets: int, small_blocks: None) -> None:
     case = a_case(targets=targets)
     case.target[0], case.target[1, 0] = 149, 0
-    case.target[2] = case.target[2, 0]  # the same one, several times
+    case.target[2] = case.target[2, 0].item()  # the same one, several times
     case.target[3] = torch.tensor([63, 64, 127, 128, 149])[:targets]  # the edges of blocks
     check(case)
 
@@ -340,7 +341,8 @@ def test_kept_logits_are_relative_to_the_highest_of_the_tile(
         for one in (case.exactly(), case.plainly())
     )
     assert_as_exact((top,), (plain.amax(1),), (exact.amax(1),), 3)
-    assert (shifted.amax(1) == 0).all()
+    # A GPU may fuse a product and a sum in one of the two places where z is computed.
+    assert shifted.amax(1).abs().max() <= (1e-6 if DEVICE == "cuda" else 0)
     relative = exact - exact.amax(1, keepdim=True)
     assert torch.allclose(shifted.double(), relative, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
 
@@ -414,7 +416,7 @@ def test_moments_are_added_to_what_is_there(small_blocks: None) -> None:
 
 def test_rows_may_lie_apart(small_blocks: None) -> None:
     """Rows of a wider tensor, some rows of the sums, per-row inputs of any strides: as if all were
-    dense.
+    dense. A GPU reads what lies otherwise in other pieces, and adds them in another order.
     """
     case = a_case(n=6, targets=2, temperature=True)
     rows, wide = slice(2, 5), torch.full((6, 400), NAN, device=DEVICE)
@@ -432,10 +434,11 @@ def test_rows_may_lie_apart(small_blocks: None) -> None:
         wide[rows, 100:250], strided[0][rows], rows_of(part, rows), rows_of(strided[1], rows), view
     )
     fresh = case.start()
+    same = torch.equal if DEVICE == "cpu" else partial(torch.allclose, rtol=1e-6, atol=1e-6)
     for ours, whole, untouched in zip(part, dense, fresh, strict=True):
-        assert torch.equal(ours[rows], whole[rows])
+        assert same(ours[rows], whole[rows])
         assert torch.equal(ours[:2], untouched[:2]) and torch.equal(ours[5:], untouched[5:])
-    assert torch.equal(apart[rows, 50:200], kept[rows]) and apart.isnan().sum() == 6 * 300 - 3 * 150
+    assert same(apart[rows, 50:200], kept[rows]) and apart.isnan().sum() == 6 * 300 - 3 * 150
     assert torch.equal(tops[1, rows], tops[0, rows])
 
     upstream = arriving(case, finish(dense))

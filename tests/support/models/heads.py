@@ -196,7 +196,8 @@ def assert_as_good_as_the_reference(
     products: str = "exact",
     **options: Any,
 ) -> None:
-    """Error against float64 at most twice the definition's own in the same precision, plus 1e-6.
+    """Error against float64 at most twice the definition's own in the same precision, plus 1e-6;
+    on a GPU the last digit of the result, too: Triton's exp2 and log2 are approximations there.
 
     ``products`` "of 16 bits", as on a GPU: the measure is then ``of_16_bit_factors``, by the
     largest error and, because in 8 bits the largest of two roundings may hide a factor of 1.01, by
@@ -221,13 +222,14 @@ def assert_as_good_as_the_reference(
     norms = [_largest] if products == "exact" else [_largest, _root_mean_square]
     for (name, truth), norm in itertools.product(exact.items(), norms):
         allowed = 2 * norm(definition[name] - truth) + 1e-6
-        if products == "of 16 bits":
+        if products == "of 16 bits" or truth.is_cuda:
             allowed += torch.finfo(torch.float32).eps * truth.abs().max()
         if backend == "fused" and name.startswith("d_"):
             allowed += (
                 definition["logsumexp"] - exact["logsumexp"]
             ).abs().max() * truth.abs().max()
-        assert norm(ours[name] - truth) <= allowed, name
+        error = norm(ours[name] - truth)
+        assert error <= allowed, f"{name}: {error:.3g} > {allowed:.3g}"
 
 
 def _largest(error: Tensor) -> Tensor:

@@ -183,4 +183,5 @@ def assert_as_good_as_the_reference(
     floor = 1e-6 + torch.finfo(torch.float32).eps * exact["divergence"].abs().max()
     for name, truth in exact.items():
         allowed = 2 * (definition[name] - truth).abs().max() + floor
-        assert (ours[name] - truth).abs().max() <= allowed, name
+        error = (ours[name] - truth).abs().max()
+        assert error <= allowed, f"{name}: {error:.3g} > {allowed:.3g}"
