@@ -68,7 +68,9 @@ class VLLM(Settings):
     every version.
     """
     directory: str | None = None
-    """For files of weights, where the server sees them too; null is in the run directory."""
+    """For files of weights, with room for all of them, where the server sees them too; null is in
+    the run directory.
+    """
     options: dict[str, Any] = field(default_factory=dict)
     """Further settings of one that is started, by vLLM's names: {max_model_len: 2048,
     gpu_memory_utilization: 0.4}.

@@ -176,13 +176,15 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
     known |= {"dtype": dtype} | {
         name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")
     }
-    if urls := config.vllm.urls:
-        servers = [
-            VLLMServer(url, updates=open_updates(run), key=config.vllm.api_key, **known)
-            for url in urls
-        ]
-        return VLLMServers(servers) if len(servers) > 1 else servers[0]
     updates = open_updates(run)
+    if urls := config.vllm.urls:
+        key = config.vllm.api_key
+        servers = [VLLMServer(urls[0], updates=updates, key=key, **known)]
+        for url in urls[1:]:
+            # files are written once for all of them
+            own = updates if isinstance(updates, Files) else open_updates(run)
+            servers.append(VLLMServer(url, updates=own, key=key, **known))
+        return VLLMServers(servers) if len(servers) > 1 else servers[0]
     server = ServerProcess(
         config.model,
         log=run.directory / "vllm.log",
@@ -209,9 +211,13 @@ def _of_revision(config: OnlineConfig) -> dict[str, str]:
 def open_updates(run: RunContext[Policy]) -> Files | Nccl | Adapters:
     """The configured way of sending weights to a server."""
     config: OnlineConfig = run.config
-    directory = Path(config.vllm.directory or run.directory / "weights")
+    own = run.directory / "weights"
+    directory = Path(config.vllm.directory or own)
     match config.vllm.updates:
         case "files":
+            # of a process of this run that was killed in the middle of an update
+            for file in own.glob("*.safetensors"):
+                file.unlink()
             return Files(directory)
         case "nccl":
             return Nccl(config.vllm.trainer_address)

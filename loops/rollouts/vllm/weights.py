@@ -2,8 +2,9 @@
 
 Whole weights are put in while the engine is paused. Completions under way stay where they are, and
 their keys and values are computed anew: with the old cache they would continue from a mix of both
-weights, labeled with the new ones. A `VLLMEngine` has the methods of a `VLLMClient` for this:
-weight_version, pause, resume and control.
+weights, labeled with the new ones. Files are written before the pause, which lasts only while the
+server loads them. A `VLLMEngine` has the methods of a `VLLMClient` for this: weight_version, pause,
+resume and control.
 
 vLLM knows the weights by a label. Ours names the version and the source that published it: a server
 that was restarted, was left behind by another run, or was cut off in the middle of an update has
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,17 +49,19 @@ async def send_weights(
 ) -> dict[Any, BaseException]:
     """Send the weights to all sources in lockstep.
 
-    Returns the errors of those that failed, and raises if all did.
+    Returns the errors of those that failed, and raises if all did, or if the weights can't be read
+    to the end or written: then the servers go on with their former weights.
 
-    They are read once, a part at a time, and the next part when every source has taken this one:
-    however slow one of them is, their copies of a part take no more than 1 GiB in all, or one
-    tensor each.
+    They are read once, a part at a time, and the next part when this one is written, and sent to
+    every source: however slow one of them is, the copies of a part take no more than 1 GiB in all,
+    or one tensor each.
 
     Args:
-        sources: with ``updates``, and ``update(step, *arguments)``: ``step(vllm, *arguments)``
-            within their patience.
+        sources: with ``updates``, which several may share, and ``update(step, *arguments)``:
+            ``step(vllm, *arguments)`` within their patience.
     """
     failed: dict[Any, BaseException] = {}
+    updates = list(dict.fromkeys(source.updates for source in sources))
 
     async def each(step: str, *arguments: Any) -> None:
         left = [source for source in sources if source not in failed]
@@ -68,11 +72,16 @@ async def send_weights(
                 failed[source] = error
 
     await each("begin")
-    for part, last in _parts(weights, _PART // len(sources)):
-        await each("send", part, last)
-        if len(failed) == len(sources):
-            break
-    await each("finish", version)
+    try:
+        for part in _parts(weights, _PART // len(updates)):
+            if len(failed) == len(sources):
+                break
+            await asyncio.gather(*(update.stage(part) for update in updates))
+            await each("send", part)
+        await each("finish", version)
+    finally:
+        for update in updates:
+            update.discard()
     if len(failed) == len(sources):
         raise next(iter(failed.values()))
     return failed
@@ -92,15 +101,17 @@ async def undo_update(vllm: VLLMClient) -> None:
 
 
 class FullWeights:
-    """All of the weights, in place of the former ones."""
+    """All of the weights, in place of the former ones.
+
+    An update is ``begin``, then ``stage`` and ``send`` for each part of the weights, and
+    ``finish``.
+    """
 
     merged = True  # takes adapters merged into the weights that they adapt
     backend: str
     flags: Sequence[str]  # of a server that is updated so
     # to an engine that has just been started, or belonged to another trainer
     connect: Callable[[Any], Awaitable[None]]
-    # a part of the weights; is it the last?
-    send: Callable[[Any, dict[str, Tensor], bool], Awaitable[None]]
 
     def __init__(self) -> None:
         self._name = uuid.uuid4().hex
@@ -128,12 +139,26 @@ class FullWeights:
         return self._version(await vllm.weight_version())
 
     async def begin(self, vllm: VLLMClient) -> None:
+        """Connect to a server that does not have our weights; any other goes on completing."""
         label = await vllm.weight_version()
-        await vllm.pause()
         if self._version(label) is None:
             if label != "default":  # the state of a vLLM that has just been started
+                await vllm.pause()
                 await undo_update(vllm)
             await self.connect(vllm)
+
+    async def stage(self, part: dict[str, Tensor]) -> None:
+        """Keep a part until ``finish``, for all servers."""
+
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor]) -> None:
+        """Send a part to a server at once."""
+
+    def discard(self) -> None:
+        """Let go of what was staged."""
+
+    async def pause(self, vllm: VLLMClient) -> None:
+        """Have no tokens drawn until ``finish``, and be ready for the parts."""
+        await vllm.pause()
         # Mark the weights invalid until the update is complete: if this process dies, the next one
         # publishes again.
         await vllm.control("update_weight_version", new_version=f"incomplete@{self._name}")
@@ -178,9 +203,11 @@ class FullWeights:
 class Files(FullWeights):
     """Whole weights through files, which are not kept.
 
+    Several servers may share one of these: each part is written once for all of them.
+
     Args:
-        directory: one that trainer and server both see; a new one, in memory where there is
-            ``/dev/shm``, unless given.
+        directory: one that trainer and servers see, with room for all of the weights; a new one, in
+            memory where there is ``/dev/shm``, unless given.
     """
 
     backend = BACKEND
@@ -192,6 +219,7 @@ class Files(FullWeights):
             memory = Path("/dev/shm")
             directory = tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None)
         self.directory = Path(directory).resolve()
+        self._staged: list[Path] = []
 
     async def connect(self, vllm: VLLMClient) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -199,13 +227,28 @@ class Files(FullWeights):
             "init_weight_transfer_engine", init_info={"directory": str(self.directory)}
         )
 
-    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
-        path = self.directory / f"{self._name}.safetensors"
+    async def stage(self, part: dict[str, Tensor]) -> None:
+        path = self.directory / f"{self._name}-{len(self._staged)}.safetensors"
+        self._staged.append(path)
         try:
             await off_loop(functools.partial(save_file, _copies(part.items()), path))
+        except (OSError, SafetensorError) as error:
+            raise SourceError(
+                f"vllm: the weights can't be written to {self.directory} ({error}); there must be room for all of "
+                "them at once; name another directory, vllm.directory"
+            ) from error
+
+    async def finish(self, vllm: VLLMClient, version: int) -> None:
+        await self.pause(vllm)
+        for path in self._staged:
+            last = path == self._staged[-1]
             await vllm.control("update_weights", update_info={"path": str(path), "last": last})
-        finally:
+        await super().finish(vllm, version)
+
+    def discard(self) -> None:
+        for path in self._staged:
             path.unlink(missing_ok=True)
+        self._staged.clear()
 
 
 class Nccl(FullWeights):
@@ -249,7 +292,11 @@ class Nccl(FullWeights):
         )
         self._group = await self._collective(lambda: trainer_init(group), joining)
 
-    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
+    async def begin(self, vllm: VLLMClient) -> None:
+        await super().begin(vllm)
+        await self.pause(vllm)  # a broadcast goes into the weights themselves
+
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor]) -> None:
         tensors = [tensor.detach().to(self.device).contiguous() for tensor in part.values()]
         info = {
             "names": list(part),
@@ -336,14 +383,21 @@ class Adapters:
 
     begin = version  # notices a restart
 
-    async def send(self, vllm: VLLMClient, part: dict[str, Tensor], last: bool) -> None:
+    async def stage(self, part: dict[str, Tensor]) -> None:
         self._tensors |= _copies(part.items())  # a file holds all of an adapter
+
+    async def send(self, vllm: VLLMClient, part: dict[str, Tensor]) -> None:
+        """Nothing goes to a server before the file is whole."""
+
+    def discard(self) -> None:
+        self._tensors = {}
 
     async def finish(self, vllm: VLLMClient, version: int) -> None:
         path = self.directory / f"burnish-{version}-{uuid.uuid4().hex}"
         path.mkdir(parents=True)
-        tensors, self._tensors = self._tensors, {}
-        await off_loop(functools.partial(save_file, tensors, path / "adapter_model.safetensors"))
+        await off_loop(
+            functools.partial(save_file, self._tensors, path / "adapter_model.safetensors")
+        )
         self.config.save_pretrained(str(path))
         try:
             await vllm.post(
@@ -384,19 +438,17 @@ def _copies(weights: NamedWeights) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights}
 
 
-def _parts(weights: NamedWeights, limit: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    """Consecutive parts of the weights of so many bytes, or of one tensor, each with whether it is
-    the last.
-    """
+def _parts(weights: NamedWeights, limit: int) -> Iterator[dict[str, Tensor]]:
+    """Consecutive parts of the weights of so many bytes, or of one tensor."""
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in weights:
         if part and size + tensor.nbytes > limit:
-            yield part, False
+            yield part
             part, size = {}, 0
         part[name] = tensor
         size += tensor.nbytes
-    yield part, True
+    yield part
 
 
 def max_lora_rank(adapter: Mapping[str, Any]) -> int:

@@ -11,16 +11,18 @@ import time
 import types
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
 from burnish.loops.rollouts.sample import Request, SamplingParams, VersionSpan
 from burnish.loops.rollouts.source import SourceBusy, SourceError, SourceLost
-from burnish.loops.rollouts.vllm.client import Rejected
+from burnish.loops.rollouts.vllm.client import Rejected, VLLMClient
 from burnish.loops.rollouts.vllm.server import VLLMServer, VLLMServers
 from burnish.loops.rollouts.vllm.weights import Adapters, Files, Nccl
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from tiny import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from vllm_fake import Fake, choice, error
@@ -559,8 +561,8 @@ class TestWholeWeights:
         )[1]
         asyncio.run(source.publish(iter(weights(3.0)), 4))
         assert [path for path, _ in fake.calls] == [
-            "/pause",
             "/init_weight_transfer_engine",
+            "/pause",
             "/update_weight_version",
             "/start_weight_update",
             "/update_weights",
@@ -588,6 +590,56 @@ class TestWholeWeights:
         assert [last for _, last in got] == [False, False, True]
         assert got[2][0]["w4"].tolist() == [4.0] * 10
 
+    def test_all_are_written_before_the_pause(self, connect, fake, tmp_path, monkeypatch):
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # of one tensor each
+        source, written = connect(), []
+
+        def pause(body):
+            files = sorted((tmp_path / "files").iterdir())
+            written.append([list(load_file(file)) for file in files])
+            return fake.do_pause(body)
+
+        def read():
+            for name, tensor in weights():
+                assert not fake.paused
+                yield name, tensor
+
+        fake.odd["/pause"] = pause
+        asyncio.run(source.publish(read(), 1))
+        assert written == [[["a"], ["b"]]]
+
+    def test_weights_that_end_in_the_middle_leave_the_former_ones(self, connect, fake, tmp_path):
+        """As where another rank dies while they are gathered."""
+        source = connect()
+
+        def broken():
+            yield "a", torch.ones(2)
+            raise OSError("a rank is gone")
+
+        async def run():
+            await source.publish(weights(), 1)
+            fake.calls.clear()
+            with pytest.raises(OSError, match="a rank is gone"):
+                await source.publish(broken(), 2)
+            assert not fake.calls, "it was told of nothing"
+            assert await source.version() == 1
+            assert (await source.sample(ask()))[0].spans == [VersionSpan(1, 0, 3)]
+
+        asyncio.run(run())
+        assert not list((tmp_path / "files").iterdir())
+
+    def test_a_disk_without_room_is_named_before_the_pause(self, connect, fake, monkeypatch):
+        source = connect()
+        asyncio.run(source.publish(weights(), 1))
+
+        def full(tensors, path):
+            raise SafetensorError("No space left on device (os error 28)")
+
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.weights.save_file", full)
+        with pytest.raises(SourceError, match=r"files \(No space left .*vllm\.directory"):
+            asyncio.run(source.publish(weights(), 2))
+        assert asyncio.run(source.version()) == 1 and not fake.paused
+
     def test_tied_weights_can_be_sent(self, connect):
         shared = torch.ones(4, 4)
         asyncio.run(connect().publish([("embed", shared), ("head", shared)], 1))
@@ -609,14 +661,18 @@ class TestWholeWeights:
         asyncio.run(run())
 
     def test_a_server_that_a_dead_trainer_left_half_updated_is_put_in_order(self, connect, fake):
-        source, dead = connect(), [("a", torch.ones(2))]
+        source, control = connect(), VLLMClient.control
 
-        def dying():
-            yield from dead
-            raise KeyboardInterrupt
+        async def die(client, operation, **arguments):
+            if operation == "update_weights":
+                raise KeyboardInterrupt
+            await control(client, operation, **arguments)
 
-        with pytest.raises(KeyboardInterrupt):
-            asyncio.run(source.publish(dying(), 5))
+        with (
+            patch.object(VLLMClient, "control", die),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            asyncio.run(source.publish(weights(), 5))
         assert fake.paused and fake.active
         heir = connect()
         assert not fake.paused and not fake.active
@@ -632,7 +688,7 @@ class TestWholeWeights:
             asyncio.run(
                 source.publish([(name, tensor) for name, tensor in good.items() if name != left], 2)
             )
-        assert asyncio.run(source.version()) is None
+        assert asyncio.run(source.version()) == 1, "the former ones stay"
         for odd in ({f"base_model.{left}": good[left]}, {left: torch.ones(1)}):
             with pytest.raises(SourceError, match="is no parameter of this model"):
                 asyncio.run(source.publish({**good, **odd}.items(), 2))
@@ -1023,30 +1079,79 @@ class TestServers:
         for (tensors,) in got:
             assert all(torch.equal(tensors[name], tensor) for name, tensor in weights(3.0))
 
-    def test_the_next_part_of_the_weights_is_read_when_both_have_taken_the_last(
+    def test_the_next_part_of_the_weights_is_read_when_the_last_is_written(
         self, source, pair, monkeypatch
     ):
-        """Or else the parts that the slower one has not taken yet would be held in memory, up to
-        the whole model.
+        """Or else the parts that are not written yet would be held in memory, up to the whole
+        model.
         """
         monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # of one tensor each
+        written = []
+
+        def save(tensors, path):
+            time.sleep(0.01)
+            save_file(tensors, path)
+            written.append(path)
+
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.weights.save_file", save)
         taken = [[], []]
-        for each, names, seconds in zip(pair, taken, (0.0, 0.05), strict=True):
-            each.odd["/update_weights"] = lambda body, names=names, seconds=seconds: (
-                time.sleep(seconds),
+        for each, names in zip(pair, taken, strict=True):
+            each.odd["/update_weights"] = lambda body, names=names: (
                 names.extend(load_file(body["update_info"]["path"])),
                 (200, {}),
             )[-1]
 
         def read():
             for i in range(6):
-                assert [len(names) for names in taken] == [max(0, i - 1)] * 2, (
-                    "one part is read ahead"
-                )
+                # each server has files of its own here; one part is read ahead
+                assert len(written) == 2 * max(0, i - 1)
                 yield f"w{i}", torch.ones(3)
 
         asyncio.run(source.publish(read(), 1))
         assert taken == [[f"w{i}" for i in range(6)]] * 2
+
+    def test_servers_that_share_files_have_each_part_written_once(
+        self, connect, pair, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)
+        updates, written, got = Files(tmp_path / "shared"), [], [[], []]
+        source = VLLMServers([connect(url=each.url, updates=updates) for each in pair])
+        monkeypatch.setattr(
+            "burnish.loops.rollouts.vllm.weights.save_file",
+            lambda tensors, path: (written.append(path), save_file(tensors, path)),
+        )
+        for each, tensors in zip(pair, got, strict=True):
+            each.odd["/update_weights"] = lambda body, tensors=tensors: (
+                tensors.append((load_file(body["update_info"]["path"]), body["update_info"])),
+                (200, {}),
+            )[1]
+
+        async def run():
+            await source.publish(iter(weights(3.0)), 4)
+            assert await source.version() == 4
+            groups = await asyncio.gather(*(source.sample(self.group(task)) for task in range(2)))
+            return [sample.spans for group in groups for sample in group]
+
+        assert asyncio.run(run()) == [[VersionSpan(4, 0, 3)]] * 8
+        assert all(each.asked for each in pair) and len(written) == 2
+        for parts in got:
+            assert [info["last"] for _, info in parts] == [False, True]
+            for (tensors, _), (name, tensor) in zip(parts, weights(3.0), strict=True):
+                assert torch.equal(tensors[name], tensor)
+        assert not list(updates.directory.iterdir())
+
+    def test_one_that_does_not_take_the_weights_holds_up_nothing(self, source, pair, caplog):
+        pair[0].odd["/update_weights"] = lambda body: error(500, "a bad moment")
+
+        async def run():
+            await source.publish(weights(), 1)
+            assert await source.version() == 1
+            await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
+
+        asyncio.run(run())
+        assert "1 of 2 servers continue without it" in caplog.text
+        assert len(pair[1].asked) == 16 and not pair[1].paused
+        assert not any(prompt[0] == 5 for prompt in pair[0].asked)
 
     def test_where_all_are_down_the_first_that_is_back_is_enough(self, source, pair, model):
         back = []

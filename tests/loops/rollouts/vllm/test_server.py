@@ -22,6 +22,7 @@ from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.sample import Request, SamplingParams
 from burnish.loops.rollouts.source import SourceError, SourceLost
+from burnish.loops.rollouts.vllm.client import VLLMClient
 from burnish.loops.rollouts.vllm.server import VLLMServer, VLLMServers
 from burnish.loops.rollouts.vllm.weights import Adapters, Files
 from conformance import Conformance, Subject
@@ -131,17 +132,19 @@ def test_an_update_cut_off_in_the_middle_is_repaired_by_the_next_trainer(
 ):
     monkeypatch.setattr("burnish.loops.rollouts.vllm.weights._PART", 1)  # a file for each tensor
 
-    def dying():
-        for count, item in enumerate(weights(6).items()):
-            if count == 8:
-                # which a task hands on; an interrupt it would throw into the event loop
-                raise Killed
-            yield item
+    updates, control = [], VLLMClient.control
+
+    async def die(client, operation, **arguments):
+        updates.append(operation) if operation == "update_weights" else None
+        if len(updates) == 8:
+            # which a task hands on; an interrupt it would throw into the event loop
+            raise Killed
+        await control(client, operation, **arguments)
 
     async def run():
         dead = connect(server, Files(directory / "files"), directory / "model")
-        with pytest.raises(Killed):
-            await dead.publish(dying(), 6)
+        with patch.object(VLLMClient, "control", die), pytest.raises(Killed):
+            await dead.publish(weights(6).items(), 6)
         heir = connect(server, Files(directory / "files"), directory / "model")
         assert await heir.version() is None
         await heir.publish(weights(7).items(), 7)
