@@ -131,6 +131,20 @@ def _each_sign(function: Callable[..., object], **arguments: object) -> dict[str
 _FROM_1_OVER_E = {"logp": lambda w: w - 1, "old_logp": -1.0}
 
 
+def _after_another(distance: float) -> Curve:
+    """iw_opd of the second of two tokens; at the first one, student and teacher differ by
+    ``distance`` nats. The teacher's log p of the second is −1.
+    """
+
+    def along(x: Tensor) -> Tensor:
+        logp = torch.stack([torch.full_like(x, -1.0), x], 1).flatten()
+        teacher = torch.tensor([-1.0 - distance, -1.0], dtype=x.dtype).repeat(len(x))
+        sequence = torch.arange(len(x)).repeat_interleave(2)
+        return o.iw_opd(logp, teacher, sequence)[0][1::2]
+
+    return along
+
+
 def _of_two_tokens(logit: Tensor) -> Tensor:
     """Log-probabilities of a vocabulary of two, whose first has this logit and whose second has
     0.
@@ -545,10 +559,13 @@ PANELS = {
         Axis("student's log q, teacher's log p = −1", -3, -1e-3),
         {"": curve(o.sampled_reverse_kl, logp=_x, teacher_logp=-1.0)},
     ),
+    "iw_opd": Panel(
+        Axis("a second token's log q, its log p = −1", -3, -1e-3),
+        {f"$|a_1|$ = {d:g}": _after_another(d) for d in (0.0, 1.0, 8.0)},
+    ),
 }
 
 # Losses that no curve would show.
 UNDRAWN = {
-    "iw_opd": "a weight of `sampled_reverse_kl` that depends on the tokens before",
     "minillm": "what a token adds depends on the tokens after it; its single step is `reverse_kl`",
 }

@@ -65,18 +65,19 @@ def open_distill(config: Distill) -> Training:
     )
     temperature = config.temperature if on_samples else 1.0
     read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
+    schedule = None
+    if config.teacher.divergence == "taid":
+        schedule = TaidSchedule(config.teacher.taid_start, config.teacher.taid_start)
     if not config.on_policy:
         adaptive: dict[str, Any] = {}
-        if config.teacher.divergence == "taid":
-            start = config.teacher.taid_start
-            schedule = TaidSchedule(start, start)
+        if schedule is not None:
             adaptive = {"prepare": schedule.prepare, "memory": schedule}
         columns = columns_of(losses)
         return context.train(losses, read, columns=columns, per_token=(stored,), **adaptive)
     if model is not None:
         logprobs = context.accelerator.autocast()(frozen(model, temperature=temperature))
         read = partial(with_teacher, read, logprobs)
-    return context.train(losses, read, MixedFeed(context))
+    return context.train(losses, read, MixedFeed(context, schedule))
 
 
 def encoder(config: Distill) -> Encode:
@@ -96,6 +97,10 @@ def distill_losses(config: Distill) -> dict[str, Term]:
         losses |= parse_losses({name: entry}, {}, LOSSES, weighting=weighting, of=applies_to)
     needed = tensors_needed(losses)
     config.teacher.check(needed="teacher_logp" in needed or "divergence" in needed)
+    if config.teacher.divergence == "taid" and "divergence" not in needed:
+        raise ValueError(
+            "teacher.divergence: taid follows the loss distillation, which this mix lacks; add it, or leave taid out"
+        )
     if config.on_policy:
         check_sampling(config)
         columns = set(columns_of(losses)) - {"sampled", "demonstrated"}
@@ -113,16 +118,21 @@ def with_teacher(
 
 
 class MixedFeed(StepFeed):
-    """The steps of the data, some of them with the student's own completions of their prompts."""
+    """The steps of the data, some of them with the student's own completions of their prompts.
+
+    Args:
+        schedule: of taid's teacher, which follows the loss of both kinds of steps.
+    """
 
     stateful = True
 
-    def __init__(self, context: RunContext[Policy]) -> None:
+    def __init__(self, context: RunContext[Policy], schedule: TaidSchedule | None = None) -> None:
         config = context.config
+        self.schedule = schedule
         self.data = context.feed(context.data)
         self.held_out: Feed | None = None
         if context.eval_data is not None:
-            self.held_out = context.feed(context.eval_data, whole=True, prepare=_all_demonstrated)
+            self.held_out = context.feed(context.eval_data, whole=True, prepare=self._held_out)
         self.evaluates = self.held_out is not None
         replaced = on_policy_steps(self.steps, config.on_policy, config.seed)
         self.rollout_of = {step: rollout for rollout, step in enumerate(replaced)}
@@ -153,9 +163,17 @@ class MixedFeed(StepFeed):
     def __call__(self, step: int) -> list[Batch]:
         self.last = step
         rollout = self.rollout_of.get(step)
-        if rollout is None:
-            return marked(self.data(step), False)
-        return marked(self.rollouts(rollout), True)
+        batches = self.data(step) if rollout is None else self.rollouts(rollout)
+        return self._prepared(self, step, marked(batches, rollout is not None))
+
+    def _held_out(self, feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
+        return self._prepared(feed, step, marked(micro_batches, False))
+
+    def _prepared(self, feed: StepFeed, step: int, micro_batches: list[Batch]) -> list[Batch]:
+        """The micro-batches with how far taid's teacher has come, if it is that."""
+        if self.schedule is None:
+            return micro_batches
+        return self.schedule.prepare(feed, step, micro_batches)
 
     def plan(self, step: int) -> list[list[int]]:
         """The indices of examples in each micro-batch: of those completed, in an on-policy step."""
@@ -164,6 +182,8 @@ class MixedFeed(StepFeed):
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         self.rollouts.observe(metrics)
+        if self.schedule is not None:
+            self.schedule.observe(metrics)
 
     def step_metrics(self) -> Mapping[str, float]:
         if self.last in self.rollout_of:
@@ -184,17 +204,18 @@ class MixedFeed(StepFeed):
         return measure(self.held_out(0))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.rollouts.state_dict()
+        state = self.rollouts.state_dict()
+        if self.schedule is not None:
+            state["taid"] = self.schedule.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollouts.load_state_dict(state)
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["taid"])
 
     def close(self) -> None:
         self.rollouts.close()
-
-
-def _all_demonstrated(feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
-    return marked(micro_batches, False)
 
 
 def on_policy_steps(steps: int, share: float, seed: int) -> list[int]:

@@ -260,8 +260,6 @@ class Distill(SFT, SamplingConfig):
                 yield f"loss: {on_samples[0]} is for the student's own completions; set on_policy above 0"
             return
         yield from self.sampling_contradictions()
-        if self.teacher.divergence == "taid":
-            yield "teacher.divergence: taid follows the loss on the data's completions; set on_policy to 0"
         if on_samples and self.truncated:
             yield (
                 f"top_p, top_k, min_p: {on_samples[0]} is a policy gradient, biased where tokens are sampled from a "

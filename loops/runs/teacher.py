@@ -33,7 +33,7 @@ from ..models.policy import Policy
 from ..models.sharding import left_in_files
 from ..registry import as_setting_error
 from .context import RunContext, TokenColumns
-from .feed import Feed, digest, stored_tokens
+from .feed import StepFeed, digest, stored_tokens
 from .reference import frozen_policy_like
 
 
@@ -187,7 +187,7 @@ class TaidSchedule:
     momentum: float = 0.0
     loss: float | None = None
 
-    def prepare(self, feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
+    def prepare(self, feed: StepFeed, step: int, micro_batches: list[Batch]) -> list[Batch]:
         """Add t, a column of one number, to the micro-batches of a step."""
         progress = step / max(feed.steps, 1)
         self.t = max(self.t, self.start + (1 - self.start) * progress)

@@ -130,12 +130,6 @@ RULES = [
         {"teacher": Teacher(model="t", taid_start=0.5)},
         "teacher.taid_start: is for taid, and the divergence is forward_kl",
     ),
-    (
-        Distill,
-        OFFLINE,
-        {"teacher": Teacher(model="t", divergence="taid"), "on_policy": 0.5},
-        "teacher.divergence: taid follows the loss on the data",
-    ),
     (DPO, OFFLINE, {"teacher": Teacher(model="t", divergence="taid")}, "teacher.divergence: taid"),
     (KTO, OFFLINE, {"teacher": Teacher(model="t", divergence="taid")}, "teacher.divergence: taid"),
     (

@@ -119,6 +119,42 @@ def test_reverse_kl_as_a_cost_of_sampled_tokens_brings_the_student_nearer(name, 
     assert logged[-1]["distillation"] < 0.96 * logged[0]["distillation"]
 
 
+def test_taids_teacher_comes_in_steps_of_both_kinds(common, tmp_path, monkeypatch):
+    """Its t rises in every step, whoever has written the completions, and goes on after a death."""
+    seen = []
+    of_step = teacher.TaidSchedule.prepare
+
+    def noted(schedule, feed, step, batches):
+        prepared = of_step(schedule, feed, step, batches)
+        if isinstance(feed, distill.MixedFeed):  # no held-out data
+            seen.append((step, schedule.t, schedule.momentum))
+        return prepared
+
+    monkeypatch.setattr(teacher.TaidSchedule, "prepare", noted)
+    config = Distill(
+        **{**common, "teacher": replace(common["teacher"], divergence="taid")},
+        output=str(tmp_path / "run"),
+        steps=6,
+        on_policy=0.5,
+        seed=1,
+        eval_data=common["data"],
+    )
+    open_distill(config).train()
+    assert [step for step, *_ in seen] == list(range(6))
+    shares = [t for _, t, _ in seen]
+    assert shares[0] == 0.4 and shares == sorted(set(shares)) and shares[-1] >= 0.4 + 0.6 * 5 / 6
+    undisturbed, seen[:] = list(seen), []
+    disturbed = replace(config, output=str(tmp_path / "again"), resume=True, save_every=2)
+    with pytest.raises(Killed), dying_in_step(4):
+        open_distill(disturbed).train()
+    seen.clear()
+    open_distill(disturbed).train()
+    assert seen == undisturbed[2:]
+    loss = {"sampled_reverse_kl": 1.0}
+    with pytest.raises(ValueError, match="taid follows the loss distillation, which this mix"):
+        distill.distill_losses(replace(config, loss=loss))
+
+
 def test_a_teacher_of_two_losses_is_loaded_once(common, tmp_path, monkeypatch):
     loaded, load = [], teacher.load_teacher
     for module in (distill, teacher):
