@@ -12,6 +12,7 @@ best completion of each prompt as data of sft, or the best and the worst as data
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ _KINDS: dict[str, Kind] = {
     "ForSequenceClassification": "reward_model",
     "ForTokenClassification": "prm",
 }
+log = logging.getLogger(__name__)
+
 _FIELDS = {"task", "tokens", "finish"}  # by which the samples of a run are known
 # The field that completions of one prompt are compared by.
 _COMPARED = {"reward_model": "score", "prm": "score", "policy": "logprob_mean"}
@@ -328,7 +331,10 @@ def score_samples(
     judge: ScoringModel, samples: Sequence[Sample], reward: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The samples of a run as prompts and completions in text, with what the model says of their
-    tokens. Those without a token, and those that have no score, are left out.
+    tokens.
+
+    Those without a token, and those that have no score, are left out; so are conversations of
+    several contexts, which are no prompt and completion, with a warning.
 
     Args:
         reward: the name of a reward of the run, which is the score then.
@@ -337,6 +343,14 @@ def score_samples(
         ValueError: if no sample has that reward.
     """
     whole = [sample for sample in samples if any(sample.trained) and sample.finish != "aborted"]
+    single = [sample for sample in whole if not sample.further]
+    if len(single) < len(whole):
+        log.warning(
+            "%d of %d conversations have several contexts, and are left out: no prompt and completion says what "
+            "they are",
+            *(len(whole) - len(single), len(whole)),
+        )
+    whole = single
     if reward is not None:
         said = [_stored(sample, reward) for sample in whole]
     elif judge.kind == "policy":

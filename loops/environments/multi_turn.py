@@ -69,7 +69,8 @@ async def close(environment: object) -> None:
 class MultiTurnSource:
     """A source of conversations: a `RolloutSource` on top of another.
 
-    `reset` gives the prompt, not the request.
+    `reset` gives the prompt, not the request; those of one task may differ, such as from random
+    starts.
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of the
     conversation's, which ``reward()`` gives; None where there was none, or in a word how the
@@ -118,25 +119,10 @@ class MultiTurnSource:
         If one fails, all are cancelled.
 
         Raises:
-            ValueError: if `reset` gives the conversations of one task different prompts, or one
-                that can't be used.
+            ValueError: if `reset` gives a prompt that can't be used.
             SourceError: if the source returns another sample than the one requested.
         """
-        samples = await gather_or_cancel(
-            self._converse(request, index) for index in request.indices
-        )
-        # A conversation whose environment never came up has no prompt: give it its siblings'.
-        begun = [sample for sample in samples if sample.tokens]
-        prompt = begun[0].prompt if begun else request.prompt
-        for sample in samples:
-            if not sample.tokens:
-                sample.prompt = list(prompt)
-        if len({tuple(sample.prompt) for sample in begun}) > 1:
-            raise ValueError(
-                f"environment: the conversations of task {request.task} begin with different prompts; what `reset` "
-                "returns must depend on the row alone, because their rewards are compared"
-            )
-        return samples
+        return await gather_or_cancel(self._converse(request, index) for index in request.indices)
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         await self.source.publish(weights, version)

@@ -186,8 +186,9 @@ def _optimal_token(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:
 
 
 def _reinforce_plus_plus(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:
-    """[tokens], the penalized return, whitened over the batch."""
-    return reinforce_plus_plus(rollout.scores.total, kl, rollout.sequence, beta=config.beta)
+    """[tokens], the penalized return within the context, whitened over the batch."""
+    reward = rollout.scores.total[rollout.completion_of]
+    return reinforce_plus_plus(reward, kl, rollout.context, beta=config.beta)
 
 
 def _reinforce_plus_plus_baseline(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:

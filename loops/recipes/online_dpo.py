@@ -50,10 +50,24 @@ def best_and_worst(rollout: RolloutBuffer, *, penalty: float) -> list[list[list[
     """The pair of each group: highest and lowest reward, the earlier one of equals.
 
     A group whose rewards are all equal makes none.
+
+    Raises:
+        ValueError: if completions of a group begin with different prompts, or have several
+            contexts: a pair has one prompt.
     """
     reward = (rollout.reward - penalty * rollout.unfinished).tolist()
+    if len(rollout.contexts) > len(rollout):
+        raise ValueError(
+            "online_dpo: a conversation has several contexts, and a pair is two completions of one prompt; use grpo"
+        )
     pairs = []
-    for (group,) in rollout.split_groups():
+    for examples in rollout.split_groups():
+        if len(examples) > 1:
+            raise ValueError(
+                f"online_dpo: the conversations of task {rollout.task_of(examples[0][0])} begin with different "
+                "prompts, and a pair is two completions of one prompt; let `reset` depend on the row alone, or use grpo"
+            )
+        (group,) = examples
         best = max(group, key=reward.__getitem__)
         worst = min(group, key=reward.__getitem__)
         if reward[best] > reward[worst]:

@@ -156,12 +156,17 @@ def ppo_losses(config: PPO) -> dict[str, Term]:
 
 
 def advantages(rollout: RolloutBuffer, *, config: PPO) -> dict[str, Tensor]:
-    """Per-token advantages, whitened over the rollout, and the returns that the values learn."""
-    sequence = rollout.sequence
+    """Per-token advantages, whitened over the rollout, and the returns that the values learn.
+
+    Each context is an episode of its own, which ends with the conversation's reward: what follows
+    it may have been drawn at the same time, or have a shortened history.
+    """
+    context = rollout.context
     value = rollout["old_value"].double()
     scores = rollout.reward - config.missing_eos_penalty * rollout.unfinished
-    reward = kl_penalized_reward(scores, divergence(rollout, config), sequence, beta=config.beta)
-    advantage, returns = gae(reward, value, sequence, gamma=config.gamma, lam=config.lam)
+    scores = scores[rollout.completion_of]
+    reward = kl_penalized_reward(scores, divergence(rollout, config), context, beta=config.beta)
+    advantage, returns = gae(reward, value, context, gamma=config.gamma, lam=config.lam)
     return {"advantage": whiten(advantage), "target": returns}
 
 

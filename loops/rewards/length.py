@@ -27,7 +27,7 @@ class LengthTarget(Settings):
     coefficient: PositiveFloat = 0.0003
 
     def __call__(self, row: Row, sample: Sample) -> float:
-        return -self.coefficient * abs(sum(sample.trained) - self.target)
+        return -self.coefficient * abs(sample.length - self.target)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class SoftOverlong(Settings):
             )
 
     def __call__(self, row: Row, sample: Sample) -> float:
-        over = sum(sample.trained) - (self.limit - self.buffer)
+        over = sample.length - (self.limit - self.buffer)
         if over <= 0:
             return 0.0
         return -1.0 if over > self.buffer else -over / self.buffer
@@ -88,12 +88,13 @@ class Repetition(Settings):
 
     def __call__(self, row: Row, sample: Sample) -> float:
         ngrams = []
-        for sampled, run in groupby(
-            zip(sample.tokens, sample.trained, strict=True), key=lambda pair: pair[1]
-        ):
-            tokens = [token for token, _ in run]
-            if sampled:
-                ngrams += [tuple(tokens[i : i + self.n]) for i in range(len(tokens) - self.n + 1)]
+        for context in sample.contexts:
+            pairs = zip(context.tokens, context.trained, strict=True)
+            for sampled, run in groupby(pairs, key=lambda pair: pair[1]):
+                tokens = [token for token, _ in run]
+                if sampled:
+                    places = range(len(tokens) - self.n + 1)
+                    ngrams += [tuple(tokens[i : i + self.n]) for i in places]
         return -self.penalty * (1 - len(set(ngrams)) / len(ngrams)) if ngrams else 0.0
 
 
@@ -138,5 +139,5 @@ class CosineLength(Settings):
         if isinstance(value, str | None):
             return math.nan if value else None
         start, end = self.right if value >= 0.5 else self.wrong
-        share = min(sum(sample.trained) / self.limit, 1.0)
+        share = min(sample.length / self.limit, 1.0)
         return end + (start - end) * (1 + math.cos(math.pi * share)) / 2

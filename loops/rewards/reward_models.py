@@ -56,6 +56,8 @@ class RewardModel:
         self.micro_tokens = micro_tokens
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
+        for sample in samples:
+            _refuse_contexts(sample)
         texts = [(tuple(sample.prompt), tuple(sample.tokens)) for sample in samples]
         different = list(dict.fromkeys(text for text in texts if text[1]))
         if not different:
@@ -108,6 +110,7 @@ class ProcessRewardModel:
         self.tokenizer, self.how = tokenizer, how
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
+        _refuse_contexts(sample)
         completion, ends = self._steps(sample)
         if not any(ends):
             return None
@@ -143,6 +146,15 @@ class ProcessRewardModel:
 
     def _text(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
+
+
+def _refuse_contexts(sample: Sample) -> None:
+    """Raise ValueError for a conversation that is not one text."""
+    if sample.further:
+        raise ValueError(
+            f"a reward model reads one prompt and its completion, and completion {sample.index} of task {sample.task} "
+            f"has {len(sample.contexts)} contexts; score what it was for by a function of your own"
+        )
 
 
 class _Kind(NamedTuple):

@@ -6,6 +6,9 @@
 Whatever mixes completions (group means, whitening, generalized advantages) is computed once per
 rollout, over all of it and on every rank alike, so that the split into micro-batches and ranks does
 not matter.
+
+A completion is one sequence of a batch, or several: the contexts of a conversation. Rewards,
+advantages and masks are those of completions, which count once whatever their contexts.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +26,7 @@ from ..batch import Batch, NamedColumns, collate
 from ..models.rows import Layout
 from ..rewards.scoring import RewardFunction
 from ..rewards.table import RewardTable, score
-from ..rollouts.sample import Row, Sample
+from ..rollouts.sample import Context, Row, Sample
 
 Rewards = Sequence[RewardFunction | Callable[..., object]]
 
@@ -44,7 +47,9 @@ class RolloutBuffer:
         dtype: of the columns.
 
     Attributes:
-        sequence: int64 [tokens], the completion that each trained token belongs to.
+        contexts: of all completions, in their order.
+        completion_of: int64 [contexts], the completion that each context belongs to.
+        context: int64 [tokens], the context that each trained token belongs to.
         scores: the table of `score`; without it nothing is unscored.
         unfinished: float64 [completions], 1 for those that did not end by themselves.
         version: as given, or found.
@@ -67,24 +72,30 @@ class RolloutBuffer:
         self.unfinished = torch.tensor(
             [sample.finish != "stop" for sample in self.samples], dtype=torch.float64
         )
-        self.trained = [sample.trained for sample in self.samples]
+        self.contexts: list[Context] = []
+        owners: list[int] = []
+        for number, sample in enumerate(self.samples):
+            self.contexts += sample.contexts
+            owners += [number] * len(sample.contexts)
+        self.completion_of = torch.tensor(owners, dtype=torch.int64)
+        self.trained = [context.trained for context in self.contexts]
         counts = torch.tensor([sum(trained) for trained in self.trained], dtype=torch.int64)
-        self.sequence = torch.arange(len(counts)).repeat_interleave(counts)
+        self.context = torch.arange(len(counts)).repeat_interleave(counts)
         self.scores: RewardTable = score([], self.samples)
         # a plain dict: checkpoints are read without running code
         self.columns: dict[str, Tensor] = {}
         if version is None:
-            spans = chain.from_iterable(sample.spans for sample in self.samples)
-            version = max((span.version for span in spans), default=0)
+            versions = chain.from_iterable(sample.versions for sample in self.samples)
+            version = max(versions, default=0)
         self.version = version
         logprobs: list[float] = []
         ages: list[int] = []
-        for sample in self.samples:
-            age = [0] * len(sample.tokens)
-            for span in sample.spans:
+        for context in self.contexts:
+            age = [0] * len(context.tokens)
+            for span in context.spans:
                 age[span.start : span.end] = [version - span.version] * (span.end - span.start)
-            logprobs += compress(sample.logprobs, sample.trained)
-            ages += compress(age, sample.trained)
+            logprobs += compress(context.logprobs, context.trained)
+            ages += compress(age, context.trained)
         self["sampled_logp"] = torch.tensor(logprobs, dtype=dtype)
         self["age"] = torch.tensor(ages, dtype=dtype)
         untrained = ("aborted", "length") if mask_truncated else ("aborted",)
@@ -98,15 +109,20 @@ class RolloutBuffer:
             raise ValueError(
                 f"rollout: {name} must be a tensor, got {type(column).__name__}; make it one, torch.tensor"
             )
-        if len(column) != len(self.sequence):
+        if len(column) != len(self.context):
             raise ValueError(
-                f"rollout: {name} must have one entry per trained token, {len(self.sequence)}, got {len(column)}; "
+                f"rollout: {name} must have one entry per trained token, {len(self.context)}, got {len(column)}; "
                 "a value per completion becomes one per token by [rollout.sequence]"
             )
         self.columns[name] = column.to(self.dtype) if column.is_floating_point() else column
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def sequence(self) -> Tensor:
+        """int64 [tokens], the completion that each trained token belongs to."""
+        return self.completion_of[self.context]
 
     @property
     def lengths(self) -> Tensor:
@@ -133,9 +149,9 @@ class RolloutBuffer:
         # Tokens that train no more leave all columns: a batch has an entry per trained token.
         kept = ~torch.tensor(masked, dtype=torch.bool)[self.sequence]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
-        self.sequence = self.sequence[kept]
-        for i, off in enumerate(masked):
-            if off:
+        self.context = self.context[kept]
+        for i, completion in enumerate(self.completion_of.tolist()):
+            if masked[completion]:
                 self.trained[i] = [False] * len(self.trained[i])
 
     def sum(self, column: Tensor) -> Tensor:
@@ -145,18 +161,29 @@ class RolloutBuffer:
     def split_groups(
         self, max_tokens: int | None = None, layout: Layout = "shared"
     ) -> list[list[list[int]]]:
-        """The examples of each prompt, as indices of its completions that have a token to train on:
-        one, so that the prompt is computed once, unless it exceeds ``max_tokens``."""
+        """The examples of each task, as indices of its contexts that have a token to train on.
+
+        Contexts of the same prompt share an example, so that it is computed once, unless that
+        exceeds ``max_tokens``.
+        """
         groups: dict[int, list[list[int]]] = {}
-        for i, sample in enumerate(self.samples):
+        latest: dict[tuple[int, tuple[int, ...]], list[int]] = {}  # example, by task and prompt
+        for i, context in enumerate(self.contexts):
             if not any(self.trained[i]):
                 continue
-            examples = groups.setdefault(sample.task, [[]])
-            last = examples[-1]
-            if last and max_tokens is not None and self._cost([*last, i], layout) > max_tokens:
-                examples.append([])
-            examples[-1].append(i)
+            task = self.task_of(i)
+            prompt = (task, tuple(context.prompt))
+            last = latest.get(prompt, [])
+            full = max_tokens is not None and self._cost([*last, i], layout) > max_tokens
+            if not last or full:
+                last = latest[prompt] = []
+                groups.setdefault(task, []).append(last)
+            last.append(i)
         return list(groups.values())
+
+    def task_of(self, context: int) -> int:
+        """The task of a context, by its index."""
+        return self.samples[int(self.completion_of[context])].task
 
     def micro_batches(
         self,
@@ -168,14 +195,38 @@ class RolloutBuffer:
     ) -> list[Batch]:
         """This rank's micro-batches of one step, on its device.
 
-        An empty one where there is nothing to train on.
+        An empty one where there is nothing to train on. Its arguments are those of `plan`.
+        """
+        plan = self.plan(max_tokens, examples=examples, layout=layout, accelerator=accelerator)
+        device = (accelerator or PartialState()).device
+        counts = torch.bincount(self.context, minlength=len(self.contexts))
+        tokens = torch.split(torch.arange(len(self.context)), counts.tolist())  # of each context
+        batches = []
+        for parts in plan:
+            index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
+            columns = {name: column[index] for name, column in self.columns.items()}
+            batches.append(collate([self._example(part) for part in parts], columns, device))
+        return batches
+
+    def plan(
+        self,
+        max_tokens: int | None = None,
+        *,
+        examples: Sequence[list[int]] | None = None,
+        layout: Layout = "shared",
+        accelerator: Accelerator | None = None,
+    ) -> list[list[list[int]]]:
+        """The examples of each of this rank's micro-batches, as indices of contexts.
 
         Args:
-            max_tokens: that a micro-batch computes at most, unless one completion alone has more.
-            examples: the indices of the completions that share an example; those of a group unless
-                given.
+            max_tokens: that a micro-batch computes at most, unless one context alone has more.
+            examples: the indices of the contexts that share an example; those of `split_groups`
+                unless given.
             layout: of the policy, whose rows decide whether a shared prompt is computed once.
             accelerator: this process, unless given.
+
+        Raises:
+            ValueError: if ranks hold other rollouts than each other.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"rollout: max_tokens must be >= 1, got {max_tokens}")
@@ -186,25 +237,15 @@ class RolloutBuffer:
             [self._cost(example, layout) for example in examples], process.num_processes, max_tokens
         )
         self._refuse_other_rollouts(plan)
-        # of each completion
-        tokens = torch.split(torch.arange(len(self.sequence)), self.lengths.tolist())
-        batches = []
-        for positions in plan[process.process_index]:
-            parts = [examples[position] for position in positions]
-            index = torch.cat([torch.arange(0), *(tokens[i] for part in parts for i in part)])
-            columns = {name: column[index] for name, column in self.columns.items()}
-            batches.append(
-                collate([self._example(part) for part in parts], columns, process.device)
-            )
-        return batches
+        of_rank = plan[process.process_index]
+        return [[examples[position] for position in positions] for positions in of_rank]
 
-    def _example(self, completions: Sequence[int]) -> Example:
-        """One prompt with some of its completions, by their indices."""
-        prompt = self.samples[completions[0]].prompt
+    def _example(self, contexts: Sequence[int]) -> Example:
+        """One prompt with some of its contexts, by their indices."""
         return Example(
-            prompt,
-            [self.samples[i].tokens for i in completions],
-            [self.trained[i] for i in completions],
+            self.contexts[contexts[0]].prompt,
+            [self.contexts[i].tokens for i in contexts],
+            [self.trained[i] for i in contexts],
         )
 
     def _refuse_other_rollouts(self, plan: object) -> None:
@@ -212,7 +253,7 @@ class RolloutBuffer:
         than each other.
         """
         # A checksum: the whole would be megabytes from every rank in every step.
-        tokens = [sum(sample.tokens) for sample in self.samples]
+        tokens = [sum(context.tokens) for context in self.contexts]
         content = repr((plan, self.lengths.tolist(), tokens))
         of_ranks = gather_object([(crc32(content.encode()), self.reward.tolist())])
         alike = len({checksum for checksum, _ in of_ranks}) == 1
@@ -228,8 +269,8 @@ class RolloutBuffer:
                 "score the rollout in one process: rollout = from_main(accelerator, function)"
             )
 
-    def _cost(self, completions: Sequence[int], layout: Layout) -> int:
+    def _cost(self, contexts: Sequence[int], layout: Layout) -> int:
         """Tokens of an example, as `data.token_cost` counts them."""
-        prompt = len(self.samples[completions[0]].prompt)
-        tokens = sum(len(self.samples[i].tokens) for i in completions)
-        return prompt * (1 if layout == "shared" else len(completions)) + tokens
+        prompt = len(self.contexts[contexts[0]].prompt)
+        tokens = sum(len(self.contexts[i].tokens) for i in contexts)
+        return prompt * (1 if layout == "shared" else len(contexts)) + tokens

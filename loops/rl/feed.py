@@ -47,8 +47,8 @@ class RolloutFeed(StepFeed):
         advantages: columns [tokens] that are computed over a whole rollout.
         measure: columns [tokens] that the policy gives of each batch before anything is learned
             from the rollout.
-        select: the units of a rollout, the examples of each as indices of completions; a group's
-            completions unless given. The examples of a unit share a step.
+        select: the units of a rollout, the examples of each as indices of contexts; those of a
+            group unless given. The examples of a unit share a step.
         dynamic_sampling: skip groups whose rewards are all the same, and take others instead.
         report: further metrics of a rollout.
         per_step: further metrics of the step that was taken.
@@ -90,14 +90,19 @@ class RolloutFeed(StepFeed):
 
     def __call__(self, step: int) -> list[Batch]:
         rollout = self._rollout_of(step)
+        return rollout.micro_batches(**self._planning(rollout, step))
+
+    def _planning(self, rollout: RolloutBuffer, step: int) -> dict[str, Any]:
+        """The arguments of `RolloutBuffer.plan` in this step."""
+        limit = self.config.micro_tokens
         if self.select is not None:
             units = self.select(rollout)
         else:
-            units = rollout.split_groups(self.config.micro_tokens, self.batching["layout"])
+            units = rollout.split_groups(limit, self.batching["layout"])
         if self.config.minibatches > 1:
             units = self._minibatch(units, step)
         examples = list(chain.from_iterable(units))
-        return rollout.micro_batches(self.config.micro_tokens, examples=examples, **self.batching)
+        return {"max_tokens": limit, "examples": examples, **self.batching}
 
     def _rollout_of(self, step: int) -> RolloutBuffer:
         """The rollout that a step trains on, sampled and measured if it is another one than
@@ -143,13 +148,12 @@ class RolloutFeed(StepFeed):
         """The prompts of each micro-batch of a step on the rollout at hand, as indices into the
         data.
         """
-        assert self.rollout is not None
-        # Examples share the sample's prompt list, so its identity tells which task they are of.
-        tasks = {id(sample.prompt): sample.task for sample in self.rollout.samples}
+        rollout = self.rollout
+        assert rollout is not None
         plan = []
-        for batch in self(step):
-            of_batch = [tasks[id(example.prompt)] for example in batch.examples]
-            plan.append([self.context.order(task) for task in of_batch])
+        for examples in rollout.plan(**self._planning(rollout, step)):
+            tasks = [rollout.task_of(contexts[0]) for contexts in examples]
+            plan.append(list(map(self.context.order, tasks)))
         return plan
 
     def observe(self, metrics: Mapping[str, float]) -> None:
@@ -307,9 +311,7 @@ class RolloutFeed(StepFeed):
         Completions under TRL's names, the share of them that is masked, and the age of their
         tokens; then rewards and conversations; and on the main process the sampler.
         """
-        lengths = torch.tensor(
-            [sum(sample.trained) for sample in rollout.samples], dtype=torch.float64
-        )
+        lengths = torch.tensor([sample.length for sample in rollout.samples], dtype=torch.float64)
         measured: dict[str, Tensor] = {}
         for name, some in (("", lengths), ("terminated_", lengths[rollout.unfinished == 0])):
             if len(some):

@@ -1,7 +1,7 @@
 """Stored samples, written, shown and replayed: for debugging offline, and off-policy objectives.
 
 samples.jsonl      one record per line, see `to_record`
-samples.parquet    the same fields as columns, `rewards` and `info` as JSON text
+samples.parquet    the same fields as columns, `rewards`, `info` and `further` as JSON text
 """
 
 import copy
@@ -23,7 +23,8 @@ from .source import NamedWeights, refuse_closed
 
 log = logging.getLogger(__name__)
 
-_AS_TEXT = ("rewards", "info")  # their entries have types of their own, which columns can't
+# their entries have types of their own, which columns can't
+_AS_TEXT = ("rewards", "info", "further")
 _SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
 
 
@@ -130,8 +131,8 @@ def open_sample_log(
             table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
             rows.append((str(sample.task), prompt, sample.text, rewards))
         Console().print(table)
-        spans = chain.from_iterable(sample.spans for sample in samples)
-        version = max((span.version for span in spans), default=0)
+        versions = chain.from_iterable(sample.versions for sample in samples)
+        version = max(versions, default=0)
         log_table("completions", version, columns, rows)
 
     return write
@@ -175,12 +176,15 @@ class ReplaySource:
     Args:
         samples: for instance from `read_samples`; of two with the same task and index the later
             counts, as after a resume.
+        conversations: they are conversations, which have prompts and contexts of their own, and may
+            be longer than was requested.
     """
 
     overlaps = stored = True
 
-    def __init__(self, samples: Iterable[Sample]) -> None:
+    def __init__(self, samples: Iterable[Sample], *, conversations: bool = False) -> None:
         self.samples = {(sample.task, sample.index): sample for sample in samples}
+        self.conversations = conversations
         self._version: int | None = None
         self._closed = False
 
@@ -197,15 +201,8 @@ class ReplaySource:
             raise ValueError(
                 f"replay: completion {index} of task {request.task} is not stored; what is: {held}"
             )
-        if list(stored.prompt) != list(request.prompt):
-            raise ValueError(
-                f"replay: task {request.task} was stored with another prompt: replay the data that it was drawn with"
-            )
-        if len(stored.tokens) > request.sampling.max_tokens:
-            raise ValueError(
-                f"replay: completion {index} of task {request.task} has {len(stored.tokens)} tokens; "
-                f"set max_tokens >= {len(stored.tokens)}, got {request.sampling.max_tokens}"
-            )
+        if not self.conversations:
+            _refuse_another(stored, request)
         return copy.deepcopy(stored)  # the caller may change it
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
@@ -217,3 +214,23 @@ class ReplaySource:
 
     async def close(self) -> None:
         self._closed = True
+
+
+def _refuse_another(stored: Sample, request: Request) -> None:
+    """Raise ValueError unless it is a completion of the request's prompt, within its limit."""
+    if list(stored.prompt) != list(request.prompt):
+        raise ValueError(
+            f"replay: task {request.task} was stored with another prompt: replay the data that it was drawn with; "
+            "if they are conversations, ReplaySource(samples, conversations=True)"
+        )
+    if stored.further:
+        raise ValueError(
+            f"replay: completion {stored.index} of task {request.task} is a conversation of several contexts: "
+            "ReplaySource(samples, conversations=True)"
+        )
+    length = len(stored.tokens)
+    if length > request.sampling.max_tokens:
+        raise ValueError(
+            f"replay: completion {stored.index} of task {request.task} has {length} tokens; "
+            f"set max_tokens >= {length}, got {request.sampling.max_tokens}"
+        )

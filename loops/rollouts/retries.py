@@ -184,7 +184,7 @@ class RetryingSource:
         since, _ = self.published()
         samples = await self.source.sample(request)
         check_completions(samples, request, name, vocab=self.vocab, conversations=True)
-        versions = sorted({span.version for sample in samples for span in sample.spans})
+        versions = sorted(set().union(*(sample.versions for sample in samples)))
         newest = self.published()[1]
         known = since is not None and all(since <= version <= newest for version in versions)
         if not (known or self.stored):

@@ -1,4 +1,9 @@
-"""One completion, its request, the checks of both, and a sample as plain data."""
+"""One completion, its request, the checks of both, and a sample as plain data.
+
+A conversation is one sample. It is one sequence of tokens where each turn continues the one before,
+and several *contexts* where it does not: its history was shortened, or it called others, one after
+the other or at the same time.
+"""
 
 import hashlib
 import math
@@ -97,24 +102,50 @@ class Request:
 
 
 @dataclass
+class Context:
+    """One sequence of a conversation: a prompt, and the tokens that follow it.
+
+    Attributes:
+        prompt: token ids.
+        tokens: token ids of what follows; in a conversation they include the observations after the
+            first turn.
+        trained: which tokens the policy sampled, to be trained here; the others are given. A token
+            that two contexts have in common was drawn once, and is trained in one of them.
+        logprobs: of every token under the distribution that it was drawn from, 0 where it was not
+            drawn.
+        spans: the versions of the weights that tokens were drawn from, in order, without gaps
+            between drawn tokens.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    trained: list[bool]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+
+    def copy(self) -> "Context":
+        return Context(
+            list(self.prompt),
+            list(self.tokens),
+            list(self.trained),
+            list(self.logprobs),
+            list(self.spans),
+        )
+
+
+@dataclass
 class Sample:
     """One completion of a prompt, or one conversation.
 
     Attributes:
         task, index: which prompt of the run, and which completion in its group.
-        prompt: token ids.
-        tokens: token ids of the completion; in a conversation they include the observations after
-            the first turn.
-        trained: which tokens the policy sampled; the others are context.
-        logprobs: of every token under the distribution that it was drawn from, 0 where it was not
-            drawn.
-        spans: the versions of the weights that tokens were drawn from, in order, without gaps
-            between drawn tokens.
+        prompt, tokens, trained, logprobs, spans: of its first context, see `Context`.
         finish: a stop token, the maximal length, or aborted.
         text: the sampled tokens, decoded without special tokens, for rewards.
         rewards: scores by the name of the reward; None if it does not apply, or in a word how it
             failed.
         info: plain data of rewards and environments, stored with the sample.
+        further: the other contexts of a conversation, in the order they began.
         row: the row of the data that its prompt comes from, where the scheduler was given rows; it
             is not stored.
     """
@@ -130,25 +161,40 @@ class Sample:
     text: str = ""
     rewards: dict[str, float | str | None] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
+    further: list[Context] = field(default_factory=list)
     row: Row | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def contexts(self) -> list[Context]:
+        """All of them: one, unless it is a conversation of several."""
+        first = Context(self.prompt, self.tokens, self.trained, self.logprobs, self.spans)
+        return [first, *self.further]
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that the policy sampled, over all contexts."""
+        return sum(sum(context.trained) for context in self.contexts)
+
+    @property
+    def versions(self) -> set[int]:
+        """The versions of the weights that it was drawn from."""
+        return {span.version for context in self.contexts for span in context.spans}
 
     @property
     def oldest(self) -> int:
         """The oldest version that it was drawn from; it has a token at least."""
-        return min(span.version for span in self.spans)
+        return min(self.versions)
 
     def copy(self) -> "Sample":
         """A sample for a user's function, which may change it.
 
         ``info`` is the same, so that it can leave values.
         """
+        first, *further = (context.copy() for context in self.contexts)
         return replace(
             self,
-            prompt=list(self.prompt),
-            tokens=list(self.tokens),
-            trained=list(self.trained),
-            logprobs=list(self.logprobs),
-            spans=list(self.spans),
+            **vars(first),
+            further=further,
             rewards=dict(self.rewards),
             row=copied(self.row),
         )
@@ -209,27 +255,30 @@ def check_sample(sample: Sample, *, vocab: int | None = None) -> None:
     Raises:
         ValueError: names the task, the completion and the problem.
     """
-    who = f"sample {sample.index} of task {sample.task}"
-    problem = (
-        _problem_of_lengths(sample)
-        or _problem_of_tokens(sample, vocab)
-        or _problem_of_logprobs(sample)
-        or _problem_of_versions(sample)
-    )
-    if problem:
-        raise ValueError(f"{who}: {problem}")
+    never_began = sample.finish == "aborted" and not sample.tokens and not sample.further
+    for number, context in enumerate(sample.contexts):
+        problem = (
+            _problem_of_lengths(context)
+            or _problem_of_tokens(context, vocab)
+            or ("" if never_began else _problem_of_nothing(context))
+            or _problem_of_logprobs(context)
+            or _problem_of_versions(context)
+        )
+        if problem:
+            place = f"context {number} of " if number else ""
+            raise ValueError(f"{place}sample {sample.index} of task {sample.task}: {problem}")
 
 
-def _problem_of_lengths(sample: Sample) -> str:
-    length = len(sample.tokens)
-    for name, values in (("trained", sample.trained), ("logprobs", sample.logprobs)):
+def _problem_of_lengths(context: Context) -> str:
+    length = len(context.tokens)
+    for name, values in (("trained", context.trained), ("logprobs", context.logprobs)):
         if len(values) != length:
             return f"{name} must have one entry per token, {length}, got {len(values)}"
     return ""
 
 
-def _problem_of_tokens(sample: Sample, vocab: int | None) -> str:
-    for name, tokens in (("prompt", sample.prompt), ("completion", sample.tokens)):
+def _problem_of_tokens(context: Context, vocab: int | None) -> str:
+    for name, tokens in (("prompt", context.prompt), ("completion", context.tokens)):
         least = min(tokens, default=0)
         largest = max(tokens, default=0)
         if least < 0:
@@ -237,61 +286,80 @@ def _problem_of_tokens(sample: Sample, vocab: int | None) -> str:
             return f"{name} token {least} is outside the vocabulary{limit}"
         if vocab is not None and largest >= vocab:
             return f"{name} token {largest} is outside the vocabulary of {vocab}"
-    never_began = sample.finish == "aborted" and not sample.tokens
-    if never_began:
-        return ""
-    if not any(sample.trained):
-        return "it has no token of the policy; a completion has one at least, the one that ends it"
-    if not sample.prompt:
-        return "its prompt is empty; the first token is predicted from the last of the prompt"
     return ""  # no problem
 
 
-def _problem_of_logprobs(sample: Sample) -> str:
-    for logprob in sample.logprobs:
+def _problem_of_nothing(context: Context) -> str:
+    if not any(context.trained):
+        return "it has no token of the policy; a completion has one at least, the one that ends it"
+    if not context.prompt:
+        return "its prompt is empty; the first token is predicted from the last of the prompt"
+    return ""
+
+
+def _problem_of_logprobs(context: Context) -> str:
+    for logprob in context.logprobs:
         if not -math.inf < logprob <= 1e-3:  # NaN too; rounding may leave a hair above 0
             return f"log-probs must be finite and <= 0, got {logprob}"
     return ""
 
 
-def _problem_of_versions(sample: Sample) -> str:
+def _problem_of_versions(context: Context) -> str:
     covered: set[int] = set()
-    for span in sample.spans:
+    for span in context.spans:
         if not isinstance(span.version, int):
             return (
                 f"wanted the version of the weights that its tokens are from, got {span.version!r}"
             )
         covered.update(range(span.start, span.end))
-    for position, drawn in enumerate(sample.trained):
+    for position, drawn in enumerate(context.trained):
         if drawn and position not in covered:
             return f"no version is known for token {position}, which was sampled"
     return ""
 
 
 FIELDS = tuple(field.name for field in fields(Sample) if field.name != "row")
+CONTEXT_FIELDS = tuple(field.name for field in fields(Context))
 
 
 def to_record(sample: Sample) -> Record:
     """The fields of a sample as checkpoints and ``samples.jsonl`` hold them: spans are [[version,
-    start, end], ...].
+    start, end], ...], and further contexts mappings of their fields.
     """
     return {name: getattr(sample, name) for name in FIELDS} | {
-        "spans": [list(span) for span in sample.spans]
+        "spans": [list(span) for span in sample.spans],
+        "further": [
+            vars(context) | {"spans": [list(span) for span in context.spans]}
+            for context in sample.further
+        ],
     }
 
 
 def from_record(record: Record) -> Sample:
-    """The inverse of `to_record`.
+    """The inverse of `to_record`; a record of the time before there were contexts has no further.
 
     Raises:
         ValueError: if a field is missing or unknown.
     """
-    if set(record) != set(FIELDS):
-        odd = sorted(set(record) ^ set(FIELDS))
+    record = {"further": [], **record}
+    _refuse_other_fields("sample", record, FIELDS)
+    further = []
+    for context in record["further"]:
+        _refuse_other_fields("context", context, CONTEXT_FIELDS)
+        further.append(Context(**{**context, "spans": _spans(context)}))
+    return Sample(**{**record, "spans": _spans(record), "further": further})
+
+
+def _refuse_other_fields(what: str, record: Record, names: Sequence[str]) -> None:
+    if set(record) != set(names):
+        odd = sorted(set(record) ^ set(names))
         raise ValueError(
-            f"sample: wanted the fields {', '.join(FIELDS)}; missing or unknown: {', '.join(odd)}"
+            f"{what}: wanted the fields {', '.join(names)}; missing or unknown: {', '.join(odd)}"
         )
-    return Sample(**{**record, "spans": [VersionSpan(*span) for span in record["spans"]]})
+
+
+def _spans(record: Record) -> list[VersionSpan]:
+    return [VersionSpan(*span) for span in record["spans"]]
 
 
 def plain(value: object, who: str) -> Any:

@@ -684,4 +684,4 @@ def _succeeded(group: asyncio.Task[list[Sample]]) -> bool:
 
 def _oldest(group: Sequence[Sample], *, default: int) -> int:
     """The oldest version that a group was drawn from, where it has a token."""
-    return min((span.version for sample in group for span in sample.spans), default=default)
+    return min(set().union(*(sample.versions for sample in group)), default=default)

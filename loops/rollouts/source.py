@@ -48,8 +48,8 @@ def check_completions(
 
     Args:
         vocab: exclusive upper limit of token ids, if it is known.
-        conversations: they may be longer than was requested, and have another prompt, all of them
-            the same.
+        conversations: they may be longer than was requested, have prompts of their own, and several
+            contexts.
 
     Raises:
         SourceError: says what was requested.
@@ -65,15 +65,23 @@ def check_completions(
             check_sample(sample, vocab=vocab)
         except ValueError as error:
             raise SourceError(f"{who}: {error}") from error
-        if list(sample.prompt) != list(samples[0].prompt if conversations else request.prompt):
-            wanted = "those it is compared with" if conversations else "the one asked for"
-            raise SourceError(
-                f"{who}: completion {sample.index} is of another prompt than {wanted}"
-            )
-        if not conversations and (length := len(sample.tokens)) > request.sampling.max_tokens:
-            raise SourceError(
-                f"{who}: asked for at most {request.sampling.max_tokens} tokens, got {length}"
-            )
+        if not conversations:
+            _refuse_another(sample, request, who)
+
+
+def _refuse_another(sample: Sample, request: Request, who: str) -> None:
+    """Raise SourceError unless the sample continues the request's prompt, within its limit."""
+    if list(sample.prompt) != list(request.prompt):
+        raise SourceError(
+            f"{who}: completion {sample.index} is of another prompt than the one asked for"
+        )
+    if sample.further:
+        raise SourceError(
+            f"{who}: completion {sample.index} has {len(sample.contexts)} contexts; asked for one"
+        )
+    longest = request.sampling.max_tokens
+    if len(sample.tokens) > longest:
+        raise SourceError(f"{who}: asked for at most {longest} tokens, got {len(sample.tokens)}")
 
 
 def check_weights(weights: NamedWeights, model: nn.Module, who: str) -> NamedWeights:

@@ -1,12 +1,14 @@
 """Online DPO: pairs of the policy's own answers."""
 
+from dataclasses import replace
+
 import pytest
 from burnish.loops.recipes.online_dpo import best_and_worst, open_online_dpo
 from burnish.loops.recipes.settings import OnlineDPO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rewards.table import reward_metrics
 from burnish.loops.rl.buffer import RolloutBuffer
-from burnish.loops.rollouts.sample import Sample
+from burnish.loops.rollouts.sample import Context, Sample
 from burnish.loops.train.mix import PAIR_LOSSES
 from online import lines, prepare
 
@@ -56,6 +58,20 @@ def test_a_pair_is_the_best_and_the_worst_of_a_group_and_ties_make_none():
         [0.1, 0.9, 0.5, UNKNOWN, 1.0, 1.0, 0.3, UNKNOWN, 0.7, 0.2], [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
     )
     assert best_and_worst(found, penalty=0.0) == [[[1, 0]], [[8, 9]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompt": [2]}, "the conversations of task 0 begin with different prompts"),
+        ({"further": [Context([2], [5], [True], [0.0], [])]}, "several contexts"),
+    ],
+)
+def test_conversations_that_are_no_two_completions_of_one_prompt_make_no_pair(change, says):
+    samples = rollout([0.1, 0.9], [0, 0]).samples
+    samples[1] = replace(samples[1], **change)
+    with pytest.raises(ValueError, match=f"online_dpo: .*{says}.* two completions of one prompt"):
+        best_and_worst(RolloutBuffer(samples), penalty=0.0)
 
 
 @pytest.mark.parametrize("noise", [5e-17, 1e-9])

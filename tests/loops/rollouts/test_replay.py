@@ -7,6 +7,7 @@ import json
 import pytest
 from burnish.loops.rollouts.replay import ReplaySource, open_sample_log, read_samples, write_samples
 from burnish.loops.rollouts.sample import (
+    Context,
     Request,
     Sample,
     SamplingParams,
@@ -38,6 +39,15 @@ def completion(task, index, length=3):
 STORED = [completion(task, index) for task in range(4) for index in range(2)]
 
 
+AGENT = dataclasses.replace(
+    STORED[0],
+    further=[
+        Context([7], [4, 4], [False, True], [0.0, -1e-17], [VersionSpan(3, 1, 2)]),
+        Context([8], [5], [True], [-1 / 3], [VersionSpan(4, 0, 1)]),
+    ],
+)
+
+
 def asked(task=0, indices=(0, 1), prompt=None, max_tokens=5):
     return Request(task, prompt or [task + 1, 2], list(indices), SamplingParams(max_tokens), key=0)
 
@@ -45,10 +55,12 @@ def asked(task=0, indices=(0, 1), prompt=None, max_tokens=5):
 @pytest.mark.parametrize("name", ["samples.jsonl", "samples.parquet"])
 def test_what_is_written_is_read(name, tmp_path):
     path = tmp_path / "run" / name
-    write_samples(path, iter(STORED))
+    stored = [AGENT, *STORED]
+    write_samples(path, iter(stored))
     read = list(read_samples(path))
-    assert read == STORED
-    assert all(type(span) is VersionSpan for sample in read for span in sample.spans)
+    assert read == stored
+    contexts = [context for sample in read for context in sample.contexts]
+    assert all(type(span) is VersionSpan for context in contexts for span in context.spans)
 
 
 def test_half_a_surrogate_which_a_model_may_write_in_json_is_stored(tmp_path):
@@ -140,6 +152,27 @@ def test_a_record_of_other_fields_is_refused():
             ValueError, match=r"missing or unknown: reward|missing or unknown: spans"
         ):
             from_record(wrong)
+
+
+def test_a_record_from_before_there_were_contexts_is_read():
+    record = to_record(STORED[0])
+    del record["further"]
+    assert from_record(record) == STORED[0]
+
+
+def test_a_context_of_other_fields_is_refused():
+    record = to_record(AGENT)
+    del record["further"][1]["prompt"]
+    with pytest.raises(ValueError, match=r"context: wanted .* missing or unknown: prompt"):
+        from_record(record)
+
+
+def test_conversations_have_prompts_and_contexts_of_their_own():
+    conversations = ReplaySource([AGENT], conversations=True)
+    request = asked(indices=[0], prompt=[9], max_tokens=1)
+    assert asyncio.run(conversations.sample(request)) == [AGENT]
+    with pytest.raises(ValueError, match=r"several contexts: ReplaySource\(samples, conv"):
+        asyncio.run(ReplaySource([AGENT]).sample(asked(indices=[0])))
 
 
 def test_completions_come_back_with_their_versions_and_log_probs():

@@ -3,7 +3,14 @@
 import dataclasses
 
 import pytest
-from burnish.loops.rollouts.sample import Request, Sample, SamplingParams, VersionSpan, check_sample
+from burnish.loops.rollouts.sample import (
+    Context,
+    Request,
+    Sample,
+    SamplingParams,
+    VersionSpan,
+    check_sample,
+)
 from burnish.loops.rollouts.source import SourceError, check_completions
 
 
@@ -30,6 +37,10 @@ GOOD = Sample(
     [VersionSpan(4, 0, 1), VersionSpan(3, 2, 3)],
     "stop",
 )
+
+
+OTHER = Context([5, 6], [9, 9], [False, True], [0.0, -3.0], [VersionSpan(2, 1, 2)])
+SEVERAL = dataclasses.replace(GOOD, further=[OTHER])
 
 
 def test_a_seed_depends_on_key_task_index_and_turn_and_on_nothing_else():
@@ -71,6 +82,21 @@ def test_the_oldest_version_need_not_be_the_first():
     assert GOOD.oldest == 3
 
 
+def test_a_conversation_counts_the_tokens_and_versions_of_all_its_contexts():
+    assert [context.tokens for context in SEVERAL.contexts] == [[6, 7, 8], [9, 9]]
+    assert SEVERAL.contexts[0].tokens is SEVERAL.tokens
+    assert SEVERAL.length == 3 and GOOD.length == 2
+    assert SEVERAL.versions == {2, 3, 4} and SEVERAL.oldest == 2
+
+
+def test_a_copy_shares_no_list_with_its_sample():
+    copied = SEVERAL.copy()
+    assert copied == SEVERAL
+    for mine, other in zip(copied.contexts, SEVERAL.contexts, strict=True):
+        for name in ("prompt", "tokens", "trained", "logprobs", "spans"):
+            assert getattr(mine, name) is not getattr(other, name)
+
+
 def test_a_whole_sample_passes_and_so_does_a_hair_above_0():
     check_sample(GOOD)
     check_sample(dataclasses.replace(GOOD, logprobs=[1e-4, 0.0, -1.0]))
@@ -100,6 +126,40 @@ def test_a_whole_sample_passes_and_so_does_a_hair_above_0():
 def test_parts_that_do_not_agree_are_refused(change, says):
     with pytest.raises(ValueError, match=f"sample 1 of task 2: .*{says}"):
         check_sample(dataclasses.replace(GOOD, **change))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"logprobs": [0.0]}, "logprobs must have one entry per token, 2, got 1"),
+        ({"prompt": []}, "its prompt is empty"),
+        ({"prompt": [-1]}, "prompt token -1 is outside the vocabulary of 50"),
+        ({"tokens": [9, 50]}, "completion token 50 is outside the vocabulary of 50"),
+        ({"trained": [False] * 2}, "it has no token of the policy"),
+        ({"logprobs": [0.0, float("nan")]}, "log-probs must be finite and <= 0, got nan"),
+        ({"spans": []}, "no version is known for token 1, which was sampled"),
+    ],
+)
+def test_a_context_that_does_not_agree_is_refused_by_its_number(change, says):
+    further = [OTHER, dataclasses.replace(OTHER, **change)]
+    check_sample(SEVERAL, vocab=50)
+    with pytest.raises(ValueError, match=f"^context 2 of sample 1 of task 2: .*{says}"):
+        check_sample(dataclasses.replace(GOOD, further=further), vocab=50)
+
+
+def test_a_conversation_that_never_began_has_no_further_contexts():
+    empty = {"prompt": [], "tokens": [], "trained": [], "logprobs": [], "spans": []}
+    never = dataclasses.replace(GOOD, finish="aborted", **empty)
+    check_sample(never)
+    with pytest.raises(ValueError, match=r"^sample 1 of task 2: it has no token of the policy"):
+        check_sample(dataclasses.replace(never, further=[OTHER]))
+
+
+def test_a_completion_of_one_prompt_has_one_context():
+    request = asked(task=2, prompt=[5], indices=[1])
+    check_completions([SEVERAL], request, "agent", conversations=True)
+    with pytest.raises(SourceError, match="completion 1 has 2 contexts; asked for one"):
+        check_completions([SEVERAL], request, "vllm")
 
 
 def test_completions_that_were_asked_for_pass():

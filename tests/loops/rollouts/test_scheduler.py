@@ -217,10 +217,6 @@ def with_first(**changes):
         (with_first(task=99), r"asked for its completions \[0, 1\], got \[\(99, 0\)"),
         (lambda group: group[1:], r"got \[\(0, 1\)\]"),
         (lambda group: [group[0], *group], r"got \[\(0, 0\), \(0, 0\), \(0, 1\)\]"),
-        (
-            with_first(prompt=[9, 7, 1]),
-            "completion 1 is of another prompt than those it is compared with",
-        ),
         (with_first(logprobs=[]), "^Altered: task 0: sample 0 of task 0: .*one entry per token"),
         (with_first(spans=[VersionSpan(9, 0, 1)]), "published"),
     ],
@@ -228,7 +224,6 @@ def with_first(**changes):
         "another task",
         "one short",
         "one twice",
-        "another prompt",
         "without a log-prob",
         "from the future",
     ],
