@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...data import Example
-from ...data.images import ImageReader
+from ...data.images import ImageReader, ImageRef
 from .columns import Columns
 from .images import ImageInputs, has_axes, takes_token_types
 from .patches import never_repack
@@ -145,13 +145,8 @@ class Backbone(nn.Module):
             # Eager attention adds its mask to the scores.
             scores = torch.zeros(mask.shape, dtype=self.plain.dtype, device=mask.device)
             mask = scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-        seen: dict[str, Any] = {}
-        if self.images is not None:
-            seen = self.images.tensors(rows.shown, self.plain.dtype, self.device)
-            if takes_token_types(self.plain):
-                seen["token_type_ids"] = (rows.input_ids == self.images.token).long()
         return {
-            **seen,
+            **self.image_input(rows.input_ids, rows.shown),
             "input_ids": rows.input_ids,
             "position_ids": rows.position_ids,
             "attention_mask": mask,
@@ -159,6 +154,22 @@ class Backbone(nn.Module):
             # see each other.
             "use_cache": False,
         }
+
+    def image_input(
+        self, input_ids: Tensor, shown: Sequence[tuple[ImageRef, ...]]
+    ) -> dict[str, Any]:
+        """The arguments of a forward pass over these tokens that are about images.
+
+        Args:
+            shown: the images of each sequence, in the order in which the flattened rows show them;
+                one of them at least has some, if the model sees images.
+        """
+        if self.images is None:
+            return {}
+        seen: dict[str, Any] = self.images.tensors(shown, self.plain.dtype, self.device)
+        if takes_token_types(self.plain):
+            seen["token_type_ids"] = (input_ids == self.images.token).long()
+        return seen
 
     @contextmanager
     def probing(self) -> Iterator[bool]:

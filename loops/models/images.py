@@ -21,13 +21,15 @@ class ImageInputs:
 
     Attributes:
         reader: the processor of the model.
+        word: an id that is no special token.
         blank: an example that shows one blank image and has no trained token, for batches without
             images: every rank of DDP or FSDP runs the same modules.
     """
 
     def __init__(self, reader: ImageReader) -> None:
         self.reader = reader
-        self.blank = self.shown(Example(self._words(1), [[]], [[]]), reader.blank)
+        self.word = self._words(1)[0]
+        self.blank = self.shown(Example([self.word], [[]], [[]]), reader.blank)
 
     @property
     def token(self) -> int:

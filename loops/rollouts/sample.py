@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
+from ...data.images import ImageRef
+
 Row = Mapping[str, Any]  # of a data set, as reward functions and environments receive it
 Record = dict[str, Any]  # of a sample: its fields as JSON and checkpoints hold them
 
@@ -83,6 +85,7 @@ class Request:
         key: of the run, usually its seed.
         turn: of a conversation; its earlier turns are part of the prompt.
         priority: of requests that wait for a place, those of the lowest number go first.
+        images: that the prompt shows.
     """
 
     task: int
@@ -92,6 +95,7 @@ class Request:
     key: int
     turn: int = 0
     priority: int = 0
+    images: tuple[ImageRef, ...] = ()
 
     def seed(self, index: int) -> int:
         """The seed of one completion in [0, 2⁶³): a hash of the request, so that order and

@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ....data.images import ImageRef
+from ...models.images import has_axes
 from ...models.policy import Policy
 from ..sample import Request, SamplingParams, VersionSpan
 from .packed import PackedWeights
@@ -78,6 +80,11 @@ class ModelRunner:
         head = self.policy.head if self.policy.fused else None
         self.packed = PackedWeights(self.policy.model, head)
 
+    @property
+    def has_axes(self) -> bool:
+        """True if positions are in several axes, because the policy sees images."""
+        return self.policy.images is not None and has_axes(self.policy.plain)
+
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Context without gradients and in evaluation mode, left between two tokens, when a
@@ -96,9 +103,52 @@ class ModelRunner:
 
     def ids(self, texts: Sequence[Sequence[int]]) -> Tensor:
         """[texts, longest], padded on the right, where no used position attends."""
-        longest = max(map(len, texts))
-        padded = [[*text, *[0] * (longest - len(text))] for text in texts]
-        return torch.tensor(padded, device=self.policy.device)
+        # an image token would want an image
+        filler = 0 if self.policy.images is None else self.policy.images.word
+        return self._filled(texts, filler)
+
+    def _filled(self, rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+        longest = max(map(len, rows))
+        filled = [[*row, *[filler] * (longest - len(row))] for row in rows]
+        return torch.tensor(filled, device=self.policy.device)
+
+    def inputs(
+        self, texts: Sequence[Sequence[int]], shown: Sequence[tuple[ImageRef, ...]]
+    ) -> tuple[dict[str, Any], list[int]]:
+        """The arguments of a forward pass that reads texts from their beginning; and for each text,
+        how far the position of the token that follows is beyond its length.
+
+        Positions are given where they are in several axes, in which an image takes fewer of them
+        than it has tokens.
+
+        Args:
+            shown: the images of each text.
+        """
+        ids = self.ids(texts)
+        inputs: dict[str, Any] = {"input_ids": ids}
+        beyond = [0] * len(texts)
+        images = self.policy.images
+        if images is None:
+            return inputs, beyond
+        if any(shown):
+            inputs |= self.policy.image_input(ids, shown)
+        if self.has_axes:
+            plain = self.policy.plain
+            axes = [
+                images.axes(plain, list(text), seen)
+                for text, seen in zip(texts, shown, strict=True)
+            ]
+            inputs["position_ids"] = torch.stack(
+                [self._filled(axis, 0) for axis in zip(*axes, strict=True)]
+            )
+            beyond = [max(map(max, each)) + 1 - len(each[0]) for each in axes]
+        return inputs, beyond
+
+    def position_ids(self, positions: Tensor) -> Tensor:
+        """Positions [rows, 1] of tokens of text, as a forward pass takes them: the same in every
+        axis, if there are several.
+        """
+        return positions.expand(3, -1, -1) if self.has_axes else positions
 
     def states(
         self, at: Tensor | None = None, *, cache: object = None, **inputs: object

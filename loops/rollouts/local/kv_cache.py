@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from ....data.images import ImageRef
 from ....kernels.backend import autocast_dtype
 from .decode import DecodeSequence, ModelRunner
 
@@ -49,6 +50,8 @@ class ContinuousBatch(Cache):
         stores: keys and values of the first layer, of the second, ..., each [rows, heads, columns,
             d], of which the first rows and columns are in use; none while there is nothing to hold.
         length: int64 [rows], tokens that are cached for each row.
+        beyond: int64 [rows], how far a row's next position is beyond its length, see
+            `ModelRunner.inputs`.
         longest: columns beyond which none are added ahead of need.
     """
 
@@ -68,6 +71,7 @@ class ContinuousBatch(Cache):
         self.sequences: list[DecodeSequence] = []
         self.stores: list[Tensor] = []
         self.length = torch.zeros(0, dtype=torch.int64, device=runner.policy.device)
+        self.beyond = self.length
         self.row = self.length
         self.width = 0  # columns that the next step reads
         self.longest = 0
@@ -88,34 +92,39 @@ class ContinuousBatch(Cache):
         """
         self.sequences += sequences
         self.longest = max(sequence.max_length for sequence in self.sequences)
-        texts = [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
-        unread = [(text, len(list(same))) for text, same in groupby(texts)]
+        alike = [list(same) for _, same in groupby(sequences, key=_read_first)]
+        unread = [(_text_of(same[0]), same[0].request.images, len(same)) for same in alike]
         states = []
         while unread:
-            most = max(1, READ // max(len(text) for text, _ in unread))
+            most = max(1, READ // max(len(text) for text, *_ in unread))
             states.append(self._read(unread[:most]))
             unread = unread[most:]
         return torch.cat(states)
 
-    def _read(self, texts: Sequence[tuple[list[int], int]]) -> Tensor:
-        """Read texts, each for so many rows, and store their keys and values.
+    def _read(self, texts: Sequence[tuple[list[int], tuple[ImageRef, ...], int]]) -> Tensor:
+        """Read texts and their images, each for so many rows, and store their keys and values.
 
         Returns the last states of the rows.
         """
-        ids = self.runner.ids([text for text, _ in texts])
-        lengths = [(len(text), count) for text, count in texts]
-        length, copies = torch.tensor(lengths, device=ids.device).T
+        inputs, beyond = self.runner.inputs(
+            [text for text, _, _ in texts], [images for _, images, _ in texts]
+        )
+        lengths = [
+            (len(text), count, past) for (text, _, count), past in zip(texts, beyond, strict=True)
+        ]
+        length, copies, past = torch.tensor(lengths, device=self.length.device).T
         cache = DynamicCache()
-        last, _ = self.runner.states(length - 1, cache=cache, input_ids=ids, use_cache=True)
+        last, _ = self.runner.states(length - 1, cache=cache, use_cache=True, **inputs)
         first_row = len(self.length)
         self.length = torch.cat([self.length, length.repeat_interleave(copies)])
-        self.row = torch.arange(len(self.length), device=ids.device)
+        self.beyond = torch.cat([self.beyond, past.repeat_interleave(copies)])
+        self.row = torch.arange(len(self.length), device=self.length.device)
         new = _keys_and_values(cache)
         if not self.stores:
             self.stores = [self._empty_store(each) for each in new]
         self._reserve(int(self.length.max()) + 1)
         row = first_row
-        for i, (text, count) in enumerate(texts):
+        for i, (text, _, count) in enumerate(texts):
             for store, read in zip(self.stores, new, strict=True):
                 store[row : row + count, :, : len(text)] = read[i, :, : len(text)]
             row += count
@@ -139,7 +148,7 @@ class ContinuousBatch(Cache):
         states, _ = self.runner.states(
             cache=self,
             input_ids=last,
-            position_ids=self.length[:, None],
+            position_ids=self.runner.position_ids((self.length + self.beyond)[:, None]),
             attention_mask=mask[:, None, None],
             use_cache=True,
         )
@@ -185,6 +194,7 @@ class ContinuousBatch(Cache):
                 store[gaps] = store[moved]
         self.sequences = [self.sequences[row] for row in order]
         self.length = self.length[order]
+        self.beyond = self.beyond[order]
         self.row = self.row[: len(order)]
         if not order:
             self.stores = []
@@ -218,32 +228,41 @@ class StaticBatch:
         self.cached = cached
         self.sequences: list[DecodeSequence] = []
         self.cache: Any = None
+        self.beyond = 0  # how far the next position is beyond the length, see `ModelRunner.inputs`
 
     def admit(self, waiting: Sequence[DecodeSequence]) -> int:
         if self.sequences:
             return 0
-        _, alike = next(groupby(waiting, key=lambda sequence: list(sequence.request.prompt)))
+        _, alike = next(groupby(waiting, key=_prompt_of))
         return max(1, min(len(list(alike)), self.fit(waiting[0].max_length)))
 
     def join(self, sequences: Sequence[DecodeSequence]) -> Tensor:
         self.sequences = list(sequences)
         self.cache = None
-        return self._read(
-            [[*sequence.request.prompt, *sequence.tokens[:-1]] for sequence in sequences]
-        )
+        return self._read([_text_of(sequence) for sequence in sequences])
 
     def step(self) -> Tensor:
-        if self.cached:
-            return self._read([sequence.tokens[-1:] for sequence in self.sequences])
-        return self._read(
-            [[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences]
-        )
+        if not self.cached:
+            return self._read(
+                [[*sequence.request.prompt, *sequence.tokens] for sequence in self.sequences]
+            )
+        first = self.sequences[0]
+        inputs: dict[str, Any] = {
+            "input_ids": self.runner.ids([sequence.tokens[-1:] for sequence in self.sequences])
+        }
+        if self.runner.has_axes:
+            # By itself the model would count on from the length.
+            place = len(first.request.prompt) + len(first.tokens) - 1 + self.beyond
+            places = torch.full_like(inputs["input_ids"], place)
+            inputs["position_ids"] = self.runner.position_ids(places)
+        states, self.cache = self.runner.states(cache=self.cache, use_cache=True, **inputs)
+        return states
 
     def _read(self, texts: list[list[int]]) -> Tensor:
-        ids = self.runner.ids(texts)
-        states, self.cache = self.runner.states(
-            cache=self.cache, input_ids=ids, use_cache=self.cached
-        )
+        """Read texts of one length, and the images of their prompt, from the beginning."""
+        shown = [sequence.request.images for sequence in self.sequences]
+        inputs, (self.beyond, *_) = self.runner.inputs(texts, shown)
+        states, self.cache = self.runner.states(use_cache=self.cached, **inputs)
         return states
 
     def drop_finished(self) -> None:
@@ -252,6 +271,23 @@ class StaticBatch:
             self.sequences = [self.sequences[row] for row in kept]
             if kept and self.cache is not None:
                 self.cache.reorder_cache(torch.tensor(kept, device=self.runner.policy.device))
+
+
+def _prompt_of(sequence: DecodeSequence) -> tuple[list[int], list[bytes]]:
+    """Equal for sequences of one prompt, with its images."""
+    request = sequence.request
+    return list(request.prompt), [image.key for image in request.images]
+
+
+def _text_of(sequence: DecodeSequence) -> list[int]:
+    """The prompt, and all tokens but the last."""
+    return [*sequence.request.prompt, *sequence.tokens[:-1]]
+
+
+def _read_first(sequence: DecodeSequence) -> tuple[list[int], list[bytes]]:
+    """Equal for sequences whose `_text_of` and images are the same, which are read once."""
+    _, images = _prompt_of(sequence)
+    return _text_of(sequence), images
 
 
 def _keys_and_values(cache: DynamicCache) -> list[Tensor]:
@@ -276,7 +312,8 @@ def cache_fit(runner: ModelRunner, cache_bytes: int, *, continuous: bool) -> Cal
 
 def _cache_size(runner: ModelRunner, length: int, *, continuous: bool) -> int:
     """Bytes of what a cache holds of one text of this length."""
-    ids = runner.ids([[1] * length])
+    word = 1 if runner.policy.images is None else runner.policy.images.word
+    ids = runner.ids([[word] * length])
     size = 0
     with runner.inference():
         _, cache = runner.states(

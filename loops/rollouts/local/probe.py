@@ -4,13 +4,14 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ....data import Example
+from ....data.images import ImageRef
 from ....kernels.backend import autocast_dtype
 from ...models.probe import REFUSALS, objection, without_values
 from ..sample import Request, SamplingParams
@@ -32,9 +33,12 @@ _ROUNDING_IN_HALVES = 0.35
 # rounding. So the change is projected on the one that a shift makes: for shifted positions that
 # gave 0.70 to 1.05, for a right batch 0.
 _ALONG = 0.6
-# Prompts of the probe, and the completions of each; 4 tokens are read at most, which no window is
-# shorter than.
-_SCRIPT = (([1, 2], ([1, 5, 6], [2, 5, 6])), ([3], ([1, 6, 4], [2, 6, 4])))
+# Prompts of the probe, and the completions of each; of text 4 tokens are read at most, which no
+# window is shorter than.
+_SCRIPT = [
+    Example([1, 2], [[1, 5, 6], [2, 5, 6]], [[True] * 3] * 2),
+    Example([3], [[1, 6, 4], [2, 6, 4]], [[True] * 3] * 2),
+]
 
 
 DecodeBatch = ContinuousBatch | StaticBatch
@@ -132,12 +136,14 @@ def _try_out(batch: DecodeBatch) -> str | None:
         with runner.inference():
             sequences = _read_script(batch)
             read = [each for of_sequence in sequences for each in of_sequence]
-            texts = [text for text, _ in read]
-            states = torch.stack([state for _, state in read])
+            texts = [text for text, _, _ in read]
+            shown = [images for _, images, _ in read]
+            states = torch.stack([state for *_, state in read])
             eps = _rounding(states, runner)
-            expected = _plain_states(runner, texts)
+            expected = _plain_states(runner, texts, shown)
             if eps > 1e-5 and isinstance(batch, ContinuousBatch):
-                shifted = {shift: _plain_states(runner, texts, shift) for shift in (1, -1)}
+                for shift in (1, -1):
+                    shifted[shift] = _plain_states(runner, texts, shown, shift)
     except REFUSALS as error:  # the model does not support such input
         return f"{type(error).__name__}: {error}"
     difference = states.double() - expected
@@ -179,20 +185,33 @@ def _is_shifted(
     return False
 
 
-def _read_script(batch: DecodeBatch) -> list[list[tuple[list[int], Tensor]]]:
+def _script(runner: ModelRunner) -> list[Example]:
+    """The prompts of the probe; for a policy that sees images, the first one shows one."""
+    images = runner.policy.images
+    if images is None:
+        return _SCRIPT
+    first, second = images.as_words(_SCRIPT)
+    return [images.shown(first, images.reader.blank, after=1), second]
+
+
+# A text, the images that it shows, and the states that follow it.
+_Read = tuple[list[int], tuple[ImageRef, ...], Tensor]
+
+
+def _read_script(batch: DecodeBatch) -> list[list[_Read]]:
     """For each sequence, all that was read of it, each with the states that follow.
 
     The first one leaves early.
     """
     sampling = SamplingParams(max_tokens=3)
+    script = _script(batch.runner)
     requests = [
-        Request(task, prompt, [0, 1], sampling, key=0) for task, (prompt, _) in enumerate(_SCRIPT)
+        Request(task, example.prompt, [0, 1], sampling, key=0, images=example.images)
+        for task, example in enumerate(script)
     ]
     waiting = [DecodeSequence(request, index) for request in requests for index in request.indices]
     first = waiting[0]
-    read: dict[DecodeSequence, list[tuple[list[int], Tensor]]] = {
-        sequence: [] for sequence in waiting
-    }
+    read: dict[DecodeSequence, list[_Read]] = {sequence: [] for sequence in waiting}
     while waiting or batch.sequences:
         if batch.sequences:
             states = batch.step()
@@ -201,8 +220,9 @@ def _read_script(batch: DecodeBatch) -> list[list[tuple[list[int], Tensor]]]:
             states = batch.join(waiting[:count])
             waiting = waiting[count:]
         for sequence, state in zip(batch.sequences, states, strict=True):
-            read[sequence].append(([*sequence.request.prompt, *sequence.tokens], state))
-            _, completions = _SCRIPT[sequence.request.task]
+            text = [*sequence.request.prompt, *sequence.tokens]
+            read[sequence].append((text, sequence.request.images, state))
+            completions = script[sequence.request.task].completions
             sequence.tokens.append(completions[sequence.index][len(sequence.tokens)])
             if len(sequence.tokens) == (2 if sequence is first else 3):
                 sequence.finish = "stop"
@@ -210,20 +230,26 @@ def _read_script(batch: DecodeBatch) -> list[list[tuple[list[int], Tensor]]]:
     return list(read.values())
 
 
-def _plain_states(runner: ModelRunner, texts: list[list[int]], shift: int = 0) -> Tensor:
-    """States of the last tokens, float64 [texts, ...], each text read alone, its last token moved
-    so many positions.
+def _plain_states(
+    runner: ModelRunner,
+    texts: list[list[int]],
+    shown: list[tuple[ImageRef, ...]],
+    shift: int = 0,
+) -> Tensor:
+    """States of the last tokens, float64 [texts, ...], each text read alone with its images, its
+    last token moved so many positions.
     """
     states = []
-    for text in texts:
-        ids = runner.ids([text])
-        inputs: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    for text, images in zip(texts, shown, strict=True):
+        inputs, _ = runner.inputs([text], [images])
         if shift and len(text) > 1:
-            positions = torch.arange(len(text), device=ids.device)[None].clone()
-            positions[0, -1] += shift
+            ids = inputs["input_ids"]
+            positions = inputs.get("position_ids", torch.arange(len(text), device=ids.device)[None])
+            positions = positions.clone()
+            positions[..., -1] += shift
             inputs["position_ids"] = positions
             # without one, it would begin a new row
-            inputs["attention_mask"] = torch.ones_like(positions)
-        last, _ = runner.states(**inputs)
+            inputs["attention_mask"] = torch.ones_like(ids)
+        last, _ = runner.states(use_cache=False, **inputs)
         states.append(last[0].double())
     return torch.stack(states)

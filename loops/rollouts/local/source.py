@@ -5,6 +5,7 @@ CPU.
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +76,7 @@ class LocalSource:
     async def sample(self, request: Request) -> list[Sample]:
         refuse_closed(self._closed, "local")
         check_request(request, vocab=self.vocab, context=self.context)
+        request = self._with_images(request)
         if self._version is None:
             raise SourceError(
                 "local: it has no weights yet; publish a version before asking for completions"
@@ -92,6 +94,26 @@ class LocalSource:
             for sequence in sequences:  # of a cancelled request
                 sequence.finish = sequence.finish or "aborted"
         return [self._sample_of(sequence) for sequence in sequences]
+
+    def _with_images(self, request: Request) -> Request:
+        """The request, whose completions end with an image token, if one is drawn.
+
+        No image belongs to such a token, so the model could not read it; the last token of a
+        completion is none that it reads, and its log-prob stays that of the policy.
+
+        Raises:
+            ValueError: if the prompt shows images, and the policy sees none.
+        """
+        images = self.policy.images
+        if images is None:
+            if request.images:
+                raise ValueError(
+                    f"task {request.task}: its prompt shows images, and the policy has no processor to read "
+                    "them; give it images=ImageInputs(ImageReader(processor))"
+                )
+            return request
+        stop = (*request.sampling.stop, *sorted(images.reader.stop_tokens))
+        return replace(request, sampling=replace(request.sampling, stop=stop))
 
     def _sample_of(self, sequence: DecodeSequence) -> Sample:
         text = ""
@@ -238,8 +260,9 @@ class DetachedSource(LocalSource):
     overlaps = True
 
     def __init__(self, policy: Policy | nn.Module, *arguments: Any, **options: Any) -> None:
-        copied = detached_copy(policy if isinstance(policy, Backbone) else Backbone(policy))
-        super().__init__(Policy(copied.requires_grad_(False).eval()), *arguments, **options)
+        backbone = policy if isinstance(policy, Backbone) else Backbone(policy)
+        copied = detached_copy(backbone).requires_grad_(False).eval()
+        super().__init__(Policy(copied, images=backbone.images), *arguments, **options)
 
     @torch.no_grad()
     async def publish(self, weights: NamedWeights, version: int) -> None:

@@ -2,7 +2,6 @@
 layout.
 """
 
-import importlib.util
 import warnings
 from functools import cache
 
@@ -29,15 +28,6 @@ WIDE, TALL, SMALL = (60, 30), (30, 60), (32, 32)
 SHOWN = [[WIDE], [TALL, WIDE], [], [SMALL]]
 
 
-def available(family):
-    if family in vision.WITHOUT_TORCHVISION:
-        return
-    if not vision.HAS_TORCHVISION:
-        pytest.skip("its processor needs torchvision, which is not installed")
-    if family == "smolvlm" and importlib.util.find_spec("num2words") is None:
-        pytest.skip("its processor needs num2words, which is not installed")
-
-
 def rows(shown=SHOWN, color="red"):
     answers = [("red", "blue one"), ("two", "none"), ("no", "yes, so"), ("small", "big")]
     made = []
@@ -55,7 +45,7 @@ def rows(shown=SHOWN, color="red"):
 
 @cache
 def made(family, dtype=torch.float64):
-    available(family)
+    vision.skip_unless_available(family)
     model, processor = vision.make(family, dtype=dtype)
     return model, ImageReader(processor)
 

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 
+import pytest
 import torch
 import transformers
 from PIL import Image, ImageDraw
@@ -294,6 +295,16 @@ FAMILIES = {
     "glm4v": _glm4v,
 }
 WITHOUT_TORCHVISION = ("idefics3", "llava", "llava_next", "gemma3")
+
+
+def skip_unless_available(family):
+    """Skip a test of a family whose processor needs a package that is not installed."""
+    if family in WITHOUT_TORCHVISION:
+        return
+    if not HAS_TORCHVISION:
+        pytest.skip("its processor needs torchvision, which is not installed")
+    if family == "smolvlm" and importlib.util.find_spec("num2words") is None:
+        pytest.skip("its processor needs num2words, which is not installed")
 
 
 def make(family, *, dtype=torch.float64, attention="sdpa", seed=0):
