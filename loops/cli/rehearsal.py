@@ -17,15 +17,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ...data.images import ImageReader, ImageRef, Processed
 from ..batch import Batch
 from ..config import Common
+from ..models.images import ImageInputs
 from ..models.io import named_weights
 from ..models.policy import Policy
 from ..models.sharding import ranks_together
@@ -103,6 +107,9 @@ def rehearse(
                 tokens, micro_batches, batch = _largest(training.feed, training.context.model)
                 # the second one meets the gradient of the first
                 _train_once(training, [batch] * min(micro_batches, 2))
+                seen = _most_images(training.feed, training.context.model)
+                if seen is not None:
+                    _train_once(training, [seen] * min(micro_batches, 2))
             if training.directory is not None:
                 _save(simulation, training.context.model)
     model: Policy = training.context.model
@@ -291,18 +298,48 @@ def _largest_of_data(feed: Any, model: Policy) -> tuple[float, int, Batch]:
         """Some 20 values of hidden size per token and layer, and a mask."""
         return int(lengths[indices].sum()) * (20 * width + int(lengths[indices].max(initial=0)))
 
+    plans = _plans(feed)
+    tokens = 0
+    for step in plans:
+        tokens += int(lengths[feed.batches.indices(step)].sum())
+    micro_batches = max(len(plan[0]) for plan in plans.values())
+    step = _choose_rank(feed, plans, memory)
+    return tokens / len(plans), micro_batches, _most_tokens(feed(step), model)
+
+
+def _plans(feed: Any) -> dict[int, list[list[list[int]]]]:
+    """The micro-batches of each rank in some steps, by their number."""
     some = range(0, feed.steps, -(-feed.steps // _STEPS))
-    plans = {step: feed.batches.plan(step) for step in some}
+    return {step: feed.batches.plan(step) for step in some}
+
+
+def _choose_rank(
+    feed: Any,
+    plans: Mapping[int, list[list[list[int]]]],
+    size: Callable[[Sequence[int]], int],
+) -> int:
+    """Let the feed make the batches of the rank with the largest micro-batch; returns its step."""
     sizes = []
     for step, plan in plans.items():
         for rank, parts in enumerate(plan):
-            sizes.append((max(map(memory, parts)), step, rank))
-    _, step, feed.rank = max(sizes)  # the feed makes the batches of the rank that needs most
-    tokens = 0
-    for each in some:
-        tokens += int(lengths[feed.batches.indices(each)].sum())
-    micro_batches = max(len(plan[0]) for plan in plans.values())
-    return tokens / len(some), micro_batches, _most_tokens(feed(step), model)
+            sizes.append((max(map(size, parts)), step, rank))
+    _, step, feed.rank = max(sizes)
+    return step
+
+
+def _most_images(feed: Any, model: Policy) -> Batch | None:
+    """The micro-batch with most tokens of images, whose tower may take more memory than the text
+    of a longer one; None if no images are seen, or they are not known before they are sampled.
+    """
+    if model.images is None or not hasattr(getattr(feed, "batches", None), "lengths"):
+        return None
+    of_example = np.array([sum(each["length"] for each in row) for row in feed.dataset["images"]])
+    step = _choose_rank(feed, _plans(feed), lambda indices: int(of_example[indices].sum()))
+    return max(feed(step), key=_image_tokens)
+
+
+def _image_tokens(batch: Batch) -> int:
+    return sum(image.length for example in batch.examples for image in example.images)
 
 
 def _most_tokens(batches: Sequence[Batch], model: Policy) -> Batch:
@@ -345,12 +382,33 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         "rl.feed.RolloutFeed._measure": _measure_largest,
         # the machine that is planned for, instead of this one
         "rollouts.local.source.free_share": free_share,
+        # pixels have values: processors and towers look at them
+        "models.images.ImageReader.read": _read_images(simulation),
+        "models.images.ImageInputs.tensors": simulation.labeled("pixels")(ImageInputs.tensors),
     }
     loops = __package__.removesuffix(".cli")
     with ExitStack() as stack:
         for name, function in stand_ins.items():
             stack.enter_context(patch(f"{loops}.{name}", function))
         yield
+
+
+def _read_images(simulation: Simulation) -> Callable[[ImageReader, Sequence[ImageRef]], Processed]:
+    """In place of `ImageReader.read`: it runs outside of the simulation.
+
+    What it keeps is in the memory of the host.
+    """
+    original = ImageReader.read
+
+    def read(reader: ImageReader, images: Sequence[ImageRef]) -> Processed:
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            processed = original(reader, images)
+        if not simulation.gpu:
+            for tensor in processed.tensors.values():
+                simulation.count(tensor, "processed images")
+        return processed
+
+    return read
 
 
 def _store_tokens(

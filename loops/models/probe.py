@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from ...data import Example
 from ...data.images import ImageRef
 from .backbone import Backbone
-from .images import ImageInputs
+from .images import ImageInputs, takes_token_types
 from .rows import Layout, Rows
 from .sharding import local
 
@@ -150,6 +150,9 @@ def choose_layout(
     """
     name = type(backbone.plain).__name__
     worth_trying = _layouts_to_try(backbone.plain.config.get_text_config())
+    sees_both_ways = backbone.images is not None and takes_token_types(backbone.plain)
+    if sees_both_ways and without_values(backbone.plain):
+        worth_trying = ["padded"]  # what a run will find out; here nothing can be compared
     candidates: Sequence[Layout] = ("shared", "packed", "padded") if wanted == "auto" else (wanted,)
     for layout in candidates:
         reason: str | None = "its layers count slots of the row"

@@ -31,7 +31,7 @@ from .sharding import local
 
 aten = torch.ops.aten
 
-_FACTORIES = (aten.empty, aten.ones, aten.zeros, aten.full)
+_FACTORIES = (aten.empty, aten.ones, aten.zeros, aten.full, aten.randn)
 _INDEXING = (
     aten.index,
     aten.index_put,
@@ -118,7 +118,7 @@ class Simulation(TorchDispatchMode):
         if label is not None:
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self._count(leaf, label)
+                    self.count(leaf, label)
         return result
 
     def _compute_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -146,7 +146,8 @@ class Simulation(TorchDispatchMode):
             return "logits"
         return _LABELS.get(func.namespace, self.label)
 
-    def _count(self, tensor: Tensor, label: str) -> None:
+    def count(self, tensor: Tensor, label: str) -> None:
+        """Count a tensor until it is freed; nothing, if it is counted already."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self._storages or tensor.device.type == "meta":
