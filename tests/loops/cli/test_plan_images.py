@@ -66,13 +66,13 @@ def test_the_predicted_peak_is_within_15_percent_of_the_allocators(fields):
 
 def test_images_are_not_hidden_by_a_longer_text(fields, tmp_path):
     """A row of text and one with an image, in two micro-batches of which the first is longer."""
-    settings = fields([[], [(SIDE, SIDE)]], micro_tokens=400)
+    settings = fields([[], [(SIDE, SIDE)] * 2], micro_tokens=400)
     first, second = (tmp_path / "rows.jsonl").read_text().splitlines()
     long = json.loads(first)
-    long["prompt"][0]["content"] = "x" * 420
+    long["prompt"][0]["content"] = "x" * 800
     (tmp_path / "rows.jsonl").write_text(f"{json.dumps(long)}\n{second}\n")
     both = rehearse(*configured("dpo", settings))
-    seen = rehearse(*configured("dpo", fields([[(SIDE, SIDE)]])))
+    seen = rehearse(*configured("dpo", fields([[(SIDE, SIDE)] * 2])))
     assert both.micro_batches == 2 and both.largest > seen.largest
     assert both.memory["activations"] >= seen.memory["activations"]
     assert both.memory["pixels"] == seen.memory["pixels"]
