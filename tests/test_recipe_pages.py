@@ -28,6 +28,7 @@ OF_BLOCK = {
         {},
         {"loss": "bradley_terry_ties", "tie_threshold": 1.0},
         {"loss": "score_regression"},
+        {"loss": "hl_gauss", "lowest_score": 0.0, "highest_score": 1.0},
         {"loss": "plackett_luce"},
     ],
 }

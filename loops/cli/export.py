@@ -40,8 +40,9 @@ from ..train.optimizers import averaged_by, make_optimizer
 _KINDS: dict[str, type[Common]] = {"centering": Reward, "separator": PRM, "value_model": PPO}
 # The settings that the model is made by; none of the others says how it is stored.
 _OF_MODEL = ("model", "model_revision", "tokenizer", "chat_template", "eos_token", "dtype", "weights_dtype", "lora",
-             "quantize", "quantize_kwargs", "seed", "separator", "value_model", "value_head", "optimizer",
-             "optimizer_kwargs", "learning_rate", "weight_decay", "rounding", "offload_optimizer")  # fmt: skip
+             "quantize", "quantize_kwargs", "seed", "separator", "lowest_score", "highest_score", "bins", "value_model",
+             "value_head", "optimizer", "optimizer_kwargs", "learning_rate", "weight_decay", "rounding",
+             "offload_optimizer")  # fmt: skip
 # how config.yaml describes a model or tokenizer in memory
 _OBJECT = re.compile(r"\w+ [0-9a-f]{16}|[\w.]+:[\w.]+")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -29,15 +30,15 @@ from ...objectives import (
     bradley_terry,
     bradley_terry_ties,
     centering,
+    hl_gauss,
     ordinal_preference,
     plackett_luce,
     score_regression,
 )
 from ...objectives.types import Positive
 from ..batch import Batch, Weights, collate
-from ..config import Common
 from ..models.io import load_classifier
-from ..models.scorer import Scorer, ends_marked, scores
+from ..models.scorer import Scorer, bin_middles, ends_marked, scores
 from ..runs.context import open_run
 from ..runs.training import Training
 from ..train.losses import Tensors, Term, score_tensors
@@ -50,12 +51,37 @@ def open_reward(config: Reward) -> Training:
     scorer = partial(Scorer, layout=config.layout)
     context = open_run(config, encoder(config), scorer, load_weights=load_reward)
     mark = partial(ends_marked, pad=set_pad_token(context.model.plain, context.tokenizer))
-    return context.train(losses, read_scores, columns=_columns(config), mark=mark)
+    read = read_scores
+    if config.loss == "hl_gauss":
+        _check_bins(context.model, config)
+        read = read_histograms
+    return context.train(losses, read, columns=_columns(config), mark=mark)
 
 
-def load_reward(config: Common) -> nn.Module:
-    """The model to train, with one output."""
-    return load_classifier(config, "SEQ_CLS", {0: "reward"})
+def load_reward(config: Reward) -> nn.Module:
+    """The model to train, with one output, or with the bins of its histogram."""
+    return load_classifier(config, "SEQ_CLS", bin_labels(config))
+
+
+def bin_labels(config: Reward) -> dict[int, str]:
+    """Names of the outputs: of a histogram, the middles of its bins."""
+    low, high = config.lowest_score, config.highest_score
+    if low is None or high is None:
+        return {0: "reward"}
+    width = (high - low) / config.bins
+    return {i: repr(low + width * (i + 0.5)) for i in range(config.bins)}
+
+
+def _check_bins(scorer: Scorer, config: Reward) -> None:
+    """Raise ValueError if a model that was given has another histogram."""
+    wanted = bin_middles(bin_labels(config))
+    assert wanted is not None
+    found = scorer.middles
+    if found is None or not torch.equal(found, wanted):
+        raise ValueError(
+            f"hl_gauss: the model has another head than one of {config.bins} bins from {config.lowest_score:g} to "
+            f"{config.highest_score:g}; give its name instead, or the settings that it was trained with"
+        )
 
 
 def set_pad_token(plain: Any, tokenizer: PreTrainedTokenizerBase) -> int:
@@ -77,6 +103,10 @@ def reward_losses(config: Reward) -> dict[str, Term]:
     if config.tie_threshold is not None:
         ties = partial(_ties, threshold=config.tie_threshold)
         losses["bradley_terry_ties"] = Term(ties)
+    if config.lowest_score is not None and config.highest_score is not None:
+        low, high = config.lowest_score, config.highest_score
+        sigma = config.sigma or 0.75 * (high - low) / config.bins
+        losses["hl_gauss"] = Term(partial(_histogram_loss, low=low, high=high, sigma=sigma))
     if config.centering:
         losses["centering"] = Term(centering, config.centering)
     return losses
@@ -115,6 +145,8 @@ def encoder(config: Reward) -> Encode:
         return partial(_with_degrees, column=config.preference, ties=ties)
     if config.margin is not None:
         return partial(_with_number, column=config.margin, name="margin")
+    if config.loss == "hl_gauss":
+        return partial(_within_histogram, low=config.lowest_score, high=config.highest_score)
     encode, _ = _DATA[config.loss]
     return encode
 
@@ -171,6 +203,37 @@ def _with_degrees(
     return data, accounting
 
 
+def _within_histogram(
+    records: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tokenization,
+    *,
+    low: float,
+    high: float,
+) -> tuple[Dataset, Accounting]:
+    """Rated completions, whose scores are in [low, high].
+
+    Raises:
+        DataError: for a score outside, which the histogram could not tell from its end.
+    """
+    data, accounting = encode_scores(records, tokenizer, options)
+    for score in data.unique("score"):
+        if not low <= score <= high:
+            raise DataError(
+                f"score: wanted from lowest_score, {low:g}, to highest_score, {high:g}, got {score:g}; widen the range"
+            )
+    return data, accounting
+
+
+def read_histograms(policy: nn.Module, batch: Batch) -> Tensors:
+    """Log-probs of the bins of each completion's histogram, and the ratings of the data."""
+    logp = policy(batch, histogram=True)
+    return {
+        ("sequences bins", "logp"): logp,
+        ("sequences", "target"): batch.columns["score"],
+    }
+
+
 def read_scores(policy: nn.Module, batch: Batch) -> Tensors:
     """Scores of completions and pairs; and the ratings of the data as `score_regression`'s target."""
     tensors = score_tensors(policy, batch)
@@ -208,12 +271,24 @@ def _ties(
     return bradley_terry_ties(chosen, rejected, preference == 0.5, threshold=threshold)
 
 
+def _histogram_loss(
+    logp: Float[Tensor, "sequences bins"],
+    target: PerSequence,
+    *,
+    low: float,
+    high: float,
+    sigma: Positive,
+) -> tuple[PerSequence, Stats]:
+    return hl_gauss(logp, target, low=low, high=high, sigma=sigma)
+
+
 # Losses of pairs that are preferred to a degree, which a column tells.
 _OF_DEGREES = ("bradley_terry_ties", "ordinal_preference")
 # Of the other losses: the encoder, and the columns that they read besides tokens.
 _DATA: dict[str, tuple[Encode, tuple[str, ...]]] = {
     "bradley_terry": (encode_preference, ()),
     "score_regression": (encode_scores, ("score",)),
+    "hl_gauss": (encode_scores, ("score",)),
     "plackett_luce": (encode_ranking, ("rank",)),
 }
 LOSSES: dict[str, dict[str, Term]] = {
@@ -221,6 +296,7 @@ LOSSES: dict[str, dict[str, Term]] = {
     "bradley_terry_ties": {},  # its threshold is a setting
     "ordinal_preference": {"ordinal_preference": Term(ordinal_preference)},
     "score_regression": {"score_regression": Term(score_regression)},
+    "hl_gauss": {},  # its range is a setting
     "plackett_luce": {
         "plackett_luce": Term(_ranking_loss, weighting=_ranking_mean),
         "accuracy": Term(_ranking_accuracy, 0.0),

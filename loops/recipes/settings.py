@@ -3,6 +3,7 @@
 They are apart from the recipes so that the command line can be read and checked without torch.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -188,11 +189,13 @@ class Reward(OfflineConfig):
         "bradley_terry_ties",
         "ordinal_preference",
         "score_regression",
+        "hl_gauss",
         "plackett_luce",
     ] = "bradley_terry"
     """Kind of data: pairs (prompt, chosen, rejected), of which some may be ties
     (bradley_terry_ties), or which say by what degree the chosen one is better (ordinal_preference);
-    ratings (prompt, completion, score), or rankings (prompt, completions, ranks)."""
+    ratings (prompt, completion, score), learned as numbers (score_regression) or as a histogram
+    (hl_gauss); or rankings (prompt, completions, ranks)."""
     centering: NonNegativeFloat = 0.0
     """Coefficient of (r_chosen + r_rejected)^2, which keeps the scores of pairs near zero; its
     paper has 0.01.
@@ -204,6 +207,16 @@ class Reward(OfflineConfig):
     (bradley_terry_ties), or any share (ordinal_preference)."""
     tie_threshold: PositiveFloat | None = None
     """Difference of two scores below which a tie is the likelier, for bradley_terry_ties."""
+    lowest_score: float | None = None
+    """Lower end of the histogram of hl_gauss, and the lowest rating that there may be."""
+    highest_score: float | None = None
+    """Upper end of the histogram of hl_gauss, and the highest rating that there may be."""
+    bins: PositiveInt = 51
+    """Bins of the histogram of hl_gauss, all of one width."""
+    sigma: PositiveFloat | None = None
+    """How far hl_gauss smooths a rating, in its units; null is 0.75 of the width of a bin, as in
+    the paper.
+    """
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -223,6 +236,22 @@ class Reward(OfflineConfig):
                 "tie_threshold: is what bradley_terry_ties needs, and for no other loss; got "
                 f"{self.tie_threshold} with the loss {self.loss}"
             )
+        yield from self._histogram_contradictions()
+
+    def _histogram_contradictions(self) -> Iterator[str]:
+        ends = (self.lowest_score, self.highest_score)
+        if self.loss != "hl_gauss":
+            for name in ("lowest_score", "highest_score", "bins", "sigma"):
+                if getattr(self, name) != getattr(Reward, name):
+                    yield f"{name}: is for the histogram of hl_gauss; the loss is {self.loss}"
+            return
+        if None in ends or not -math.inf < ends[0] < ends[1] < math.inf:
+            yield (
+                "lowest_score, highest_score: hl_gauss needs both ends of its histogram, the lower one first; got "
+                f"{ends[0]} and {ends[1]}"
+            )
+        if self.bins < 3:
+            yield f"bins: a histogram has 3 or more, got {self.bins}; for a single output use score_regression"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from burnish.data import Example
 from burnish.loops.batch import collate
 from burnish.loops.config import Common
 from burnish.loops.models.io import load_classifier
-from burnish.loops.models.scorer import Scorer, ends_marked, scores
+from burnish.loops.models.scorer import Scorer, bin_middles, ends_marked, scores
 from tiny import FAMILIES, make_classifier, make_examples
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -75,6 +75,21 @@ def test_a_model_without_a_linear_head_is_refused():
     model = make_classifier("SEQ_CLS", labels=3)
     with pytest.raises(ValueError, match="no linear head of one or two outputs"):
         Scorer(model)
+
+
+@pytest.mark.parametrize(
+    ("labels", "middles"),
+    [
+        (["-1.0", "0.5", "2.0"], [-1.0, 0.5, 2.0]),
+        (["0.0", "1.0"], None),
+        (["0.0", "2.0", "1.0"], None),
+        (["0.0", "1.0", "LABEL_2"], None),
+        (["nan", "1.0", "2.0"], None),
+    ],
+)
+def test_rising_numbers_are_the_labels_of_a_histogram(labels, middles):
+    found = bin_middles(dict(enumerate(labels)))
+    assert middles == (None if found is None else found.tolist())
 
 
 def test_a_head_that_reads_other_states_is_noticed():

@@ -29,7 +29,7 @@ from burnish.loops.recipes.kto import (
 )
 from burnish.loops.recipes.ppo import open_ppo
 from burnish.loops.recipes.reward import LOSSES as REWARD_LOSSES
-from burnish.loops.recipes.reward import read_scores, reward_losses
+from burnish.loops.recipes.reward import bin_labels, read_histograms, read_scores, reward_losses
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO, Reward
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.context import RLContext
@@ -86,8 +86,16 @@ PAIRS = {
         "law:near_reference": {"coefficient": 0.1, "weighting": "length_normalized", "of": "all"},
     },
 }
-SCORERS = ("reward", "ties", "degrees", "regression", "ranking", "prm")
-IN_BFLOAT16 = ("sft", "dpo", "grpo", "opo_vetoed", "plus_plus_baseline", "optimal_token")
+SCORERS = ("reward", "ties", "degrees", "regression", "histogram", "ranking", "prm")
+IN_BFLOAT16 = (
+    "sft",
+    "dpo",
+    "histogram",
+    "grpo",
+    "opo_vetoed",
+    "plus_plus_baseline",
+    "optimal_token",
+)
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "skewed", "ppo")
 
 GROUPS, ANSWERS, LONGEST = 5, 3, 8
@@ -234,6 +242,16 @@ def setup(name, accelerator, mesh=None):
             read_scores,
             ends,
         )
+    if name == "histogram":
+        config = Reward(
+            "", "", "", loss="hl_gauss", lowest_score=0.0, highest_score=2.0, bins=5, sigma=0.5
+        )
+        model = in_full_precision(make_classifier("SEQ_CLS", labels=5))
+        model.float().to(torch.get_default_dtype())
+        model.config.id2label = bin_labels(config)
+        scorer = Scorer(model, mesh=mesh)
+        columns = {"score": importance}
+        return scorer, single, columns, reward_losses(config), read_histograms, ends
     if name == "ranking":
         ranks = {"rank": [draw.sample(range(3), 3) for _ in range(EXAMPLES)]}
         return (
