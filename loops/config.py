@@ -478,6 +478,9 @@ class Common(Settings):
     """Train the parts of a vision-language model that see images, where the data have some; false
     freezes them. Adapters are on the text parts, unless lora.target_modules names others.
     """
+    processor_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Settings of the model's image processor to change, such as size or max_pixels: fewer pixels
+    are fewer tokens. They are saved with the model."""
     layout: Literal["auto", "shared", "packed", "padded"] = "auto"
     """Rows of the model's input: prompts shared, sequences packed, or padded."""
     backend: Literal["auto", "triton", "fused", "torch", "reference"] = "auto"

@@ -25,7 +25,7 @@ from transformers.modeling_layers import (
 from ...data import read_chat_template
 from ...data.images import ImageReader
 from ..config import Common
-from ..registry import as_setting_error, build
+from ..registry import as_setting_error, build, nearest
 from .activations import add_noise, checkpoint_activations, without_randomness
 from .adapters import add_adapters, may_stay_in_files, merged_weights, non_text_parts
 from .backbone import Backbone
@@ -81,10 +81,13 @@ def load_images(
     Raises:
         NoProcessorError: if there is none in the model's files, or it needs a package that is not
             installed.
+        ValueError: if ``config.processor_kwargs`` names what the image processor has not.
     """
     given: Any = config.tokenizer
     if _reads_images(given):
-        return _reader_of(copy.copy(given), tokenizer)
+        processor = copy.copy(given)
+        _change_image_processor(processor, config.processor_kwargs)
+        return _reader_of(processor, tokenizer)
     model = config.model
     if isinstance(model, nn.Module):
         architecture: Any = getattr(model, "config", None)
@@ -93,6 +96,10 @@ def load_images(
         architecture = _architecture(config)
         name = model
     if not name or not _is_vision_language(architecture):
+        if config.processor_kwargs:
+            raise ValueError(
+                "processor_kwargs: the model reads text alone; leave it out, or train a vision-language model"
+            )
         return None
     auto: Any = transformers.AutoProcessor
     try:
@@ -109,7 +116,24 @@ def load_images(
         raise NoProcessorError(f"model: {name} has no processor to read images: {error}") from error
     if not _reads_images(processor):  # without the files of one, transformers gives the tokenizer
         raise NoProcessorError(f"model: {name} has no processor to read images; copy its files")
+    _change_image_processor(processor, config.processor_kwargs)
     return _reader_of(processor, tokenizer)
+
+
+def _change_image_processor(processor: Any, changes: Mapping[str, Any]) -> None:
+    """Give a processor an image processor with other settings, such as another size."""
+    if not changes:
+        return
+    before = processor.image_processor
+    kind = type(before)
+    known = kind.valid_kwargs.__annotations__
+    for name in changes:
+        if name not in known:
+            raise ValueError(
+                nearest(f"processor_kwargs: {kind.__name__} has no", name, sorted(known))
+            )
+    with as_setting_error("processor_kwargs"):
+        processor.image_processor = kind.from_dict(before.to_dict(), **changes)
 
 
 def find_images(

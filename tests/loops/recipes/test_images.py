@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import pytest
+import tiny
 import torch
 import vision
 from burnish.data import DataError
@@ -148,6 +149,35 @@ def test_rows_of_text_train_a_vision_language_model(world, tmp_path):
     before = AutoModelForImageTextToText.from_pretrained(tmp_path / "idefics3")
     tower = "model.vision_model.embeddings.patch_embedding.weight"
     assert torch.equal(model.state_dict()[tower], before.state_dict()[tower])
+
+
+def test_settings_of_the_image_processor_are_changed_and_saved(world, tmp_path):
+    whole = opener("sft")(world(output=str(tmp_path / "whole"))).context.accounting
+    changes = {"processor_kwargs": {"size": {"longest_edge": 32}}}
+    run = opener("sft")(world(**changes))
+    small = run.context.accounting
+    assert small.images == whole.images and small.image_tokens < whole.image_tokens
+    run.train()
+    saved = AutoProcessor.from_pretrained(tmp_path / "run" / "model").image_processor
+    assert saved.size["longest_edge"] == 32 and saved.max_image_size["longest_edge"] == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sizes": 1}, "Idefics3ImageProcessor.* has no 'sizes', did you mean 'size'"),
+        ({"size": "large"}, "processor_kwargs: "),
+    ],
+)
+def test_a_wrong_setting_of_the_image_processor_is_told(changes, message, world):
+    with pytest.raises(ValueError, match=message):
+        losses(world(processor_kwargs=changes))
+
+
+def test_a_model_of_text_has_no_image_processor_to_change(world, tmp_path):
+    text = str(tiny.save_model(tmp_path / "text"))
+    with pytest.raises(ValueError, match="processor_kwargs: the model reads text alone; leave it"):
+        losses(world(model=text, processor_kwargs={"size": 1}))
 
 
 @pytest.mark.parametrize(
