@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import vision
 from burnish.loops.cli import main
 from tiny import save_model, write_rows
 
@@ -48,6 +49,18 @@ def test_trained_tokens_are_marked_and_rows_counted(shown):
     assert "1 + 2 =" in out and "3" in out.partition("⟦")[2].partition("⟧")[0]
     assert "data.jsonl, example 2" in out and "data.jsonl, example 3" not in out
     assert "data.jsonl: 5 rows read, 5 kept" in out
+
+
+def test_images_are_shown_by_name_and_size(tmp_path, capsys):
+    model = vision.save(tmp_path / "model", "idefics3")
+    vision.picture(60, 30).save(tmp_path / "cat.png")
+    row = {"images": ["cat.png"], "prompt": [ASK], "completion": [ANSWER]}
+    write_rows(tmp_path / "rows.jsonl", [row])
+    flags = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl")]
+    assert main(["data", "sft", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "cat.png, 60 x 30, 18 tokens" in out
+    assert "1 images, 18 of the tokens" in out
 
 
 def test_both_completions_of_a_pair_are_named(shown):
