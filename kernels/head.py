@@ -123,9 +123,9 @@ class HeadFactors(NamedTuple):
         if head.adapter is not None:
             down, up, scaling = head.adapter
             exact = accumulation_dtype(hidden.dtype)
+            # cast once, so that its two gradients are added before they are rounded
+            hidden = hidden.to(exact)
             if factor_dtype(hidden, compute) == exact:
-                # cast once, so that its two gradients are added before they are rounded
-                hidden = hidden.to(exact)
                 h = rounded(hidden, compute).to(exact)
                 a = rounded(down, compute).to(exact)
                 low = scaling * (h @ a.t())

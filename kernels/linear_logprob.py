@@ -210,7 +210,7 @@ def plan(
         ranked: whether ranks or likeliest tokens are, for which tiles of logits have to be there.
     """
     if backend == "auto":
-        may_be_fused = launch_table.FUSED_WITHOUT_GRADIENTS and not graph and not ranked
+        may_be_fused = not graph and not ranked
         backend = "fused" if may_be_fused and _prefers_fused(factors) else "triton"
     on_gpu = factors.hidden.device.type == "cuda"
     return TilePlan(

@@ -13,7 +13,7 @@ from ...data import Example
 from ...data.images import ImageReader, ImageRef
 from .columns import Columns
 from .images import ImageInputs, has_axes, takes_token_types
-from .patches import never_repack
+from .patches import never_attend_by_cudnn, never_repack
 from .rotary import rotate_by_sequence
 from .rows import Axes, Layout, Rows, arrange
 
@@ -64,6 +64,7 @@ class Backbone(nn.Module):
         self.param_dtype = param_dtype
         self.images = images
         never_repack(model)
+        never_attend_by_cudnn()
         self.same_rotary = rotate_by_sequence(model)
 
     @property

@@ -8,6 +8,7 @@
                            (layers under tensor parallelism)            replicated parameters as plain tensors
     always_evaluate        ``train`` of one module (routers)            only evaluation mode has no jitter       never
     never_repack           a flag of bitsandbytes' 4-bit layers         repacked weights can't be trained        never
+    never_attend_by_cudnn  torch's choice of kernels for attention      gradients of one are not finite          never
     load_weights_by        ``PreTrainedModel._load_pretrained_model``   sharded ranks don't read whole files     at exit
     wrap_attention         ``ALL_ATTENTION_FUNCTIONS.get_interface``    the ranks of a context-parallel group    never
                                                                         exchange states around any
@@ -94,6 +95,16 @@ def never_repack(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def never_attend_by_cudnn() -> None:
+    """Take cuDNN's kernel from those that torch chooses attention from.
+
+    It is the first choice for a mask in 16 bits on H100 and H200, from torch 2.11 on, and its
+    backward gives queries gradients that are not finite (pytorch issue 196678; seen on an H100).
+    The other kernels, such as the memory-efficient one, are right.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @contextmanager

@@ -364,12 +364,12 @@ class TestOnTheGpu:
 
     def test_forward_and_backward_wait_once_each(self) -> None:
         self.step()
-        with pytest.warns(UserWarning, match="synchronizing") as waits:
+        with pytest.warns(UserWarning, match="called a synchronizing") as waits:
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 self.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        found = [wait for wait in waits if "synchronizing" in str(wait.message)]
+        found = [wait for wait in waits if "called a synchronizing" in str(wait.message)]
         # two forwards, one backward
         assert len(found) == 3, [f"{wait.filename}:{wait.lineno}" for wait in found]

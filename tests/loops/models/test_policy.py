@@ -72,6 +72,28 @@ def test_log_probs_and_gradients_are_those_of_the_plain_model(family, attention)
             )
 
 
+def test_a_policy_leaves_out_the_attention_whose_gradients_are_not_finite():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    Policy(make_model("llama"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_on_a_gpu_gradients_under_autocast_are_finite_and_near_those_of_float32(layout):
+    gradients = []
+    for sixteen_bits in (False, True):
+        model = make_model("llama", dtype=torch.float32).cuda()
+        policy = Policy(model, layout=layout)
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=sixteen_bits):
+            logprob = policy(collate(make_examples(4))).logprob
+        logprob.mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    exact, found = gradients
+    assert found.isfinite().all()
+    assert (found - exact).norm() <= 0.05 * exact.norm()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_auto_takes_the_best_layout_that_keeps_sequences_apart(family):
     attention = "eager" if family == "gemma2" else "sdpa"
