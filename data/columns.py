@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
-from .images import HOLE, ImageError, ImageRef, found, reference
+from .images import HOLE, ImageError, ImageRef, decoded, found, reference
 
 # A message has its role and content, and whatever keys a chat template reads besides:
 # {"role": "assistant", "content": "", "tool_calls": [...], "thinking": "..."}
@@ -400,6 +400,26 @@ def _column_images(record: Record) -> list[ImageRef]:
             except ImageError as error:
                 raise BadRow("images", f"'{name}': {error}") from None
     return images
+
+
+def with_pictures(record: Record, folder: str) -> Record:
+    """The row with decoded pictures in its columns of images.
+
+    Args:
+        folder: where relative paths begin.
+    """
+    pictures: dict[str, object] = {}
+    for name in IMAGE_COLUMNS:
+        value = record.get(name)
+        if isinstance(value, list):
+            pictures[name] = [_picture(each, folder) for each in value]
+        elif value is not None:
+            pictures[name] = _picture(value, folder)
+    return {**record, **pictures}
+
+
+def _picture(value: object, folder: str) -> object:
+    return decoded(found(reference(value), folder))
 
 
 def _messages_with_images(

@@ -26,6 +26,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...data.encode import example as example_of
 from ...data.images import ImageReader, ImageRef, Processed
 from ..batch import Batch
 from ..config import Common
@@ -220,7 +221,9 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
     if source.policy is not feed.context.run.model:
         for tensor in source.policy.parameters():
             simulation.relabel(tensor, "copy that samples")
-    prompt = max(feed.context.run.data["prompt"], key=len)
+    data = feed.context.run.data
+    lengths = list(map(len, data["prompt"]))
+    prompt, *_, images = example_of(data, lengths.index(max(lengths)))
     sampling = replace(config.sampling, max_tokens=_completion(config))
     longest = len(prompt) + sampling.max_tokens
     packed_bytes = 0 if simulation.gpu else source.runner.packed.size()
@@ -231,7 +234,7 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
         together = max(1, min(batch.fit(longest), prompts * config.group_size))
         sequences = []
         for task in range(max(1, min(together, _READ // longest))):
-            request = Request(task, tuple(prompt), [0], sampling, key=0)
+            request = Request(task, tuple(prompt), [0], sampling, key=0, images=images)
             sequence = DecodeSequence(request, 0)
             sequence.tokens = [0] * (sampling.max_tokens - 1)
             sequences.append(sequence)

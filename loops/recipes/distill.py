@@ -56,7 +56,7 @@ _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled", "iw_opd": 
 def open_distill(config: Distill) -> Training:
     """Open a run that is ready to train."""
     losses = distill_losses(config)
-    context = open_run(config, encoder(config))
+    context = open_run(config, encoder(config), no_images="this recipe trains on text alone so far")
     needed = tensors_needed(losses)
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
     model = load_teacher(context, config.teacher) if on_samples else None

@@ -31,7 +31,7 @@ del FEEDBACK_LOSSES["dro"]  # it learns from ratings, and needs the value of eac
 def open_kto(config: KTO) -> Training:
     """Open a run that is ready to train."""
     losses = kto_losses(config)
-    context = open_run(config, encoder(config), images=True)
+    context = open_run(config, encoder(config))
     reference, precomputed = context.reference(config.reference)
     assert reference is not None
     teacher, stored = open_teacher(

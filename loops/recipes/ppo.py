@@ -97,7 +97,7 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
     """
     device = next(model.parameters()).device
     if config.value_model is not None:
-        if sharding:
+        if "mesh" in sharding:
             log.warning("value_model: probed before sharding, so each rank loads the whole model")
         critic = open_critic(config).to(device)
         return Policy(model, **config.kernel, **sharding, critic=critic)

@@ -49,7 +49,7 @@ def open_dpo(config: DPO) -> Training:
         score = partial(
             f_divergence_score, divergence=config.divergence, alpha=config.divergence_alpha
         )
-    context = open_run(config, encoder(config), images=True)
+    context = open_run(config, encoder(config))
     needs_reference = any(name.startswith("ref_") for name in needed)
     reference, precomputed = context.reference(config.reference, needed=needs_reference)
     teacher, stored = open_teacher(context, config.teacher, needed=needs_teacher(losses))
@@ -80,7 +80,7 @@ def open_orpo(config: ORPO) -> Training:
 
 
 def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
-    context = open_run(config, encoder(config), images=True)
+    context = open_run(config, encoder(config))
     return context.train({**losses, **PAIR_METRICS}, policy_tensors(pairs=True))
 
 

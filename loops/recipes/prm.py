@@ -22,7 +22,13 @@ from .settings import PRM
 def open_prm(config: PRM) -> Training:
     """Open a run that is ready to train."""
     scorer = partial(Scorer, layout=config.layout)
-    context = open_run(config, encoder(config), scorer, load_weights=load_prm)
+    context = open_run(
+        config,
+        encoder(config),
+        scorer,
+        load_weights=load_prm,
+        no_images="this recipe trains on text alone so far",
+    )
     keep_separator(context.model.plain, config)
     return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
 

@@ -49,7 +49,13 @@ def open_reward(config: Reward) -> Training:
     """Open a run that is ready to train."""
     losses = reward_losses(config)
     scorer = partial(Scorer, layout=config.layout)
-    context = open_run(config, encoder(config), scorer, load_weights=load_reward)
+    context = open_run(
+        config,
+        encoder(config),
+        scorer,
+        load_weights=load_reward,
+        no_images="this recipe trains on text alone so far",
+    )
     mark = partial(ends_marked, pad=set_pad_token(context.model.plain, context.tokenizer))
     read = read_scores
     if config.loss == "hl_gauss":

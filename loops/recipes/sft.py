@@ -18,7 +18,7 @@ def open_sft(config: SFT) -> Training:
     }
     if config.backend != "fused":  # which sees no tile of logits to rank
         losses |= TOKEN_ACCURACY
-    context = open_run(config, encoder(config), images=True)
+    context = open_run(config, encoder(config))
     read = policy_tensors(outputs=outputs_for(losses))
     return context.train(losses, read, columns=columns_of(losses))
 

@@ -242,10 +242,12 @@ class RolloutBuffer:
 
     def _example(self, contexts: Sequence[int]) -> Example:
         """One prompt with some of its contexts, by their indices."""
+        first = contexts[0]
         return Example(
-            self.contexts[contexts[0]].prompt,
+            self.contexts[first].prompt,
             [self.contexts[i].tokens for i in contexts],
             [self.trained[i] for i in contexts],
+            self.samples[int(self.completion_of[first])].images,
         )
 
     def _refuse_other_rollouts(self, plan: object) -> None:

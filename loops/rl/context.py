@@ -2,17 +2,29 @@
 are evaluated.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, cast
 
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
 
-from ...data import Encode, Records, concatenated, encode_prompts, encode_rows, load_data
+from ...data import (
+    Encode,
+    Example,
+    Records,
+    concatenated,
+    encode_prompts,
+    encode_rows,
+    example,
+    load_data,
+)
+from ...data.columns import with_pictures
+from ...data.images import ImageRef
 from ..environments import MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
@@ -52,6 +64,7 @@ class RLContext:
         converse: ``converse(source, row=...)`` makes a source of conversations, given the row of
             each task; without an environment it is the source itself.
         order: which prompt of the data each task completes.
+        images: that the prompt of a task shows.
     """
 
     run: RunContext[Policy]
@@ -61,6 +74,7 @@ class RLContext:
     sample_log: Callable[[Sequence[Sample]], None] = lambda samples: None
     converse: Callable[..., RolloutSource] = lambda source, row: source
     order: Callable[[int], int] = lambda task: task
+    images: Callable[[int], tuple[ImageRef, ...]] = lambda task: ()
 
     def evaluate(self, *, publish: bool = True) -> dict[str, float]:
         """The rewards of completions for held-out prompts, from the source of those that train.
@@ -113,17 +127,26 @@ class RLContext:
         config: OnlineConfig = self.run.config
         eval_data = self.run.eval_data
         assert self.scheduler is not None and eval_data is not None
-        held_out = concatenated(self.run.eval_records)
-        rows = [held_out[row] for row in eval_data["row"]]
+        row_of = rows_for_rewards(self.run.eval_records)
+        rows = [row_of(row) for row in eval_data["row"]]
         source = self.converse(source, row=rows.__getitem__)
         sampling = replace(self.scheduler.sampling, temperature=config.eval_temperature)
         # Other seeds than the run's, so that no held-out completion shares a seed with a trained
         # one.
         key = -1 - config.seed
-        requests = [
-            Request(task, prompt, range(config.eval_samples), sampling, key, priority=_LAST)
-            for task, prompt in enumerate(eval_data["prompt"])
-        ]
+        requests = []
+        for task in range(len(eval_data)):
+            held_out = example(eval_data, task)
+            request = Request(
+                task,
+                held_out.prompt,
+                range(config.eval_samples),
+                sampling,
+                key,
+                priority=_LAST,
+                images=held_out.images,
+            )
+            requests.append(request)
         groups = await gather_or_cancel(map(source.sample, requests))
         samples = list(chain.from_iterable(groups))
         await score_samples(self.rewards, [rows[sample.task] for sample in samples], samples)
@@ -159,9 +182,16 @@ def open_rl(
     records = load_data(
         resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed
     )
-    rows = concatenated(records[0])
+    rows = rows_for_rewards(records[0])
     rewards = open_rewards(config, [*records[0], *records[1]], accelerator)
-    run = open_run(config, encoder(config), make_policy, records=records, accelerator=accelerator)
+    run = open_run(
+        config,
+        encoder(config),
+        make_policy,
+        records=records,
+        accelerator=accelerator,
+        no_images=_objection_to_images(config),
+    )
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse: Callable[..., RolloutSource] = RLContext.converse
     if make is not None:
@@ -176,11 +206,14 @@ def open_rl(
         converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
 
     def row_of(task: int) -> Row:
-        return cast(Row, rows[run.data[order(task)]["row"]])
+        return rows(run.data[order(task)]["row"])
+
+    def prompt_of(task: int) -> Example:
+        return example(run.data, order(task))
 
     scheduler, follow = open_scheduler(
         run,
-        lambda task: run.data[order(task)]["prompt"],
+        prompt_of,
         converse=partial(converse, row=row_of),
         score=lambda group: score_samples(rewards, [row_of(group[0].task)] * len(group), group),
     )
@@ -193,8 +226,38 @@ def open_rl(
         taken=lambda task: scheduler is None or task in scheduler.ledger,
     )
     return RLContext(
-        run, rewards, scheduler, follow, sample_log=log, converse=converse, order=order
+        run,
+        rewards,
+        scheduler,
+        follow,
+        sample_log=log,
+        converse=converse,
+        order=order,
+        images=lambda task: prompt_of(task).images,
     )
+
+
+def _objection_to_images(config: OnlineConfig) -> str:
+    """Why completions for prompts with images can't be sampled; "" if they can."""
+    if config.environment is not None:
+        return "an environment converses in text alone so far; leave it out"
+    if config.source != "policy":
+        return "the policy alone samples for images so far; set source to policy"
+    return ""
+
+
+def rows_for_rewards(parts: Sequence[Records]) -> Callable[[int], Row]:
+    """``row(i)``, a row of the concatenated parts as rewards get it: with pictures in its columns
+    of images.
+    """
+    rows = concatenated(parts)
+    ends = list(accumulate(len(part.dataset) for part in parts))
+
+    def row(number: int) -> Row:
+        folder = parts[bisect_right(ends, number)].folder
+        return with_pictures(rows[number], folder)
+
+    return row
 
 
 def encoder(config: OnlineConfig) -> Encode:

@@ -201,6 +201,8 @@ class RolloutFeed(StepFeed):
         kept = state["rollout"]
         if kept is not None:
             samples = list(map(from_record, kept["samples"]))
+            for sample in samples:
+                sample.images = self.context.images(sample.task)
             self.rollout = self._buffer([samples], self.step // self.steps_per_rollout)
             self.rollout.columns = kept["columns"]
 

@@ -8,7 +8,7 @@ vllm_engine    vLLM in this process, on the trainer's device
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..models.policy import Policy
 from ..redaction import redacted, resolved
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.sample import Sample
-from ..rollouts.scheduler import RolloutScheduler
+from ..rollouts.scheduler import Prompt, RolloutScheduler
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import ServerProcess, refuse_unsafe
@@ -66,7 +66,7 @@ def check_sampling(config: SamplingConfig) -> None:
 
 def open_scheduler(
     run: RunContext[Policy],
-    prompts: Callable[[int], Sequence[int]],
+    prompts: Callable[[int], Prompt],
     *,
     converse: Callable[[RolloutSource], RolloutSource] = lambda source: source,
     score: Callable[[list[Sample]], Awaitable[None]] | None = None,

@@ -152,6 +152,7 @@ class Sample:
         further: the other contexts of a conversation, in the order they began.
         row: the row of the data that its prompt comes from, where the scheduler was given rows; it
             is not stored.
+        images: that its prompt shows, where the scheduler was given them; not stored either.
     """
 
     task: int
@@ -167,6 +168,7 @@ class Sample:
     info: dict[str, Any] = field(default_factory=dict)
     further: list[Context] = field(default_factory=list)
     row: Row | None = field(default=None, compare=False, repr=False)
+    images: tuple[ImageRef, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def contexts(self) -> list[Context]:
@@ -322,7 +324,7 @@ def _problem_of_versions(context: Context) -> str:
     return ""
 
 
-FIELDS = tuple(field.name for field in fields(Sample) if field.name != "row")
+FIELDS = tuple(field.name for field in fields(Sample) if field.name not in ("row", "images"))
 CONTEXT_FIELDS = tuple(field.name for field in fields(Context))
 
 

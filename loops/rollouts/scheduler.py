@@ -39,9 +39,10 @@ from itertools import chain, islice
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
-from ...data import encode_prompts, permutation
+from ...data import Example, encode_prompts, example, permutation
+from ...data.columns import IMAGE_COLUMNS
+from ...data.images import ImageRef
 from ..models.end_tokens import end_tokens
 from ..models.io import named_weights
 from .event_loops import EventLoop, gather_or_cancel
@@ -70,10 +71,13 @@ def prompt_order(count: int, *, seed: int, shuffle: bool) -> Callable[[int], int
     return lambda task: int(permuted(task // count)[task % count]) if shuffle else task % count
 
 
+Prompt = Sequence[int] | Example  # an example shows images, too
+
+
 def _read_prompts(
-    prompts: Sequence[Sequence[int] | str | Row], tokenizer: PreTrainedTokenizerBase | None
-) -> tuple[list[Sequence[int]], list[Row]]:
-    """The token ids of all prompts, and the rows that they come from."""
+    prompts: Sequence[Sequence[int] | str | Row], source: object
+) -> tuple[list[Prompt], list[Row]]:
+    """All prompts, and the rows that they come from."""
     rows: list[Row] = [
         prompt if isinstance(prompt, Mapping) else {"prompt": prompt} for prompt in prompts
     ]
@@ -85,11 +89,17 @@ def _read_prompts(
     texts: list[Any] = [row["prompt"] for row in rows]
     if all(isinstance(token, int) for text in texts for token in text):
         return texts, rows
-    if tokenizer is None:
+    policy: Any = getattr(source, "policy", None)
+    images = getattr(policy, "images", None)
+    encoder: Any = getattr(source, "tokenizer", None) if images is None else images.reader
+    if encoder is None:
         raise ValueError(
             "scheduler: prompts of text need a source with a tokenizer; give it one, or token ids"
         )
-    return list(encode_prompts([{"prompt": text} for text in texts], tokenizer)[0]["prompt"]), rows
+    read = ("prompt", *IMAGE_COLUMNS)
+    shown = [{name: row[name] for name in read if name in row} for row in rows]
+    data, _ = encode_prompts(shown, encoder)
+    return [example(data, i) for i in range(len(data))], rows
 
 
 class Selection(NamedTuple):
@@ -112,8 +122,8 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
     Args:
         source: samples the completions.
         prompts: token ids, texts, or rows with a prompt and columns that rewards read; or
-            ``prompts(i)``, the token ids of the prompt of task i, the same at every call. Tasks go
-            through a list again and again.
+            ``prompts(i)``, the prompt of task i, the same at every call: its token ids, or an
+            `Example` with the images that it shows. Tasks go through a list again and again.
         group_size: completions per prompt.
         max_staleness: number of versions that a completion may be behind the weights of its step;
             above 0, completions are sampled in a thread during training.
@@ -146,7 +156,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
     def __init__(
         self,
         source: RolloutSource,
-        prompts: Callable[[int], Sequence[int]] | Sequence[Sequence[int] | str | Row],
+        prompts: Callable[[int], Prompt] | Sequence[Sequence[int] | str | Row],
         *,
         group_size: int,
         max_staleness: int = 0,
@@ -200,9 +210,9 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             )
         self._row: Callable[[int], Row] | None = None
         if not callable(prompts):
-            ids, rows = _read_prompts(prompts, getattr(source, "tokenizer", None))
+            read, rows = _read_prompts(prompts, source)
             order = prompt_order(len(rows), seed=seed, shuffle=shuffle)
-            prompts, self._row = lambda task: ids[order(task)], lambda task: rows[order(task)]
+            prompts, self._row = lambda task: read[order(task)], lambda task: rows[order(task)]
         self.source, self.prompts, self.weights = source, prompts, weights
         self.score, self.greedy, self.keep = score, greedy, keep
         self.groups_per_step, self.group_size = groups_per_step, group_size
@@ -592,8 +602,10 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         """The group of a task, sampled and scored, or from a checkpoint."""
         stored = self._stored.pop(task, [])
         group = stored or await self._sample(task)
-        if self._row is not None:
-            for sample in group:
+        _, images = self._prompt(task)
+        for sample in group:
+            sample.images = images
+            if self._row is not None:
                 sample.row = self._row(task)
         if self.score is not None and not stored:
             await self._scored(self.score(group), task)
@@ -621,12 +633,20 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         finally:
             scoring.cancel()
 
+    def _prompt(self, task: int) -> tuple[tuple[int, ...], tuple[ImageRef, ...]]:
+        """The token ids of a task's prompt, and the images that it shows."""
+        prompt = self.prompts(task)
+        if isinstance(prompt, Example):
+            return tuple(prompt.prompt), tuple(prompt.images)
+        return tuple(prompt), ()
+
     async def _sample(self, task: int) -> list[Sample]:
         """The completions of a task, from weights that the trainer has published; the last one is
         the greedy one, if that is wanted.
         """
-        prompt = tuple(self.prompts(task))
-        request = Request(task, prompt, range(self.group_size), self.sampling, self.seed)
+        prompt, images = self._prompt(task)
+        indices = range(self.group_size)
+        request = Request(task, prompt, indices, self.sampling, self.seed, images=images)
         requests = [request]
         if self.greedy:
             at_zero = replace(self.sampling, temperature=0.0)

@@ -339,7 +339,7 @@ def open_run(
     records: tuple[list[Records], list[Records]] | None = None,
     load_weights: Callable[[Common], nn.Module] | None = None,
     accelerator: Accelerator | None = None,
-    images: bool = False,
+    no_images: str = "",
     **options: object,
 ) -> RunContext[Any]:
     """Open the run directory, encode the data, and load the model.
@@ -351,7 +351,7 @@ def open_run(
         records: training and held-out records, as `load_data` returns them.
         load_weights: loads the model; a causal language model by default.
         accelerator: the one of a run that is already open.
-        images: whether the recipe trains vision-language models on rows with images.
+        no_images: why this run can't train on rows with images; "" if it can.
 
     Raises:
         ValueError: as `open_accelerator` does, or if the data are streamed and no number of steps
@@ -363,7 +363,7 @@ def open_run(
     # An absolute path: a reward may change the working directory.
     config = replace(config, output=config.output and os.path.abspath(config.output))
     tokenizer = load_tokenizer(config)
-    reader, no_images = _open_images(config, tokenizer, carried=images)
+    reader, no_images = _open_images(config, tokenizer, no_images)
     encoder = tokenizer if reader is None or no_images else reader
 
     # The main process first: what it tokenizes, the others find in the cache on the disk.
@@ -477,20 +477,19 @@ def _wrapped(
 
 
 def _open_images(
-    config: Common, tokenizer: PreTrainedTokenizerBase, *, carried: bool
+    config: Common, tokenizer: PreTrainedTokenizerBase, no_images: str
 ) -> tuple[ImageReader | None, str]:
     """The processor of a vision-language model, and why rows with images can't be trained on; "" if
     they can, or if the model is one of text, for which the encoder says so.
+
+    Args:
+        no_images: of `open_run`.
     """
     try:
         reader = load_images(config, tokenizer)
     except NoProcessorError as error:
         return None, str(error)
-    if reader is not None and not carried:
-        return reader, (
-            "this recipe trains on text alone so far; sft, dpo, kto, orpo and cpo take images"
-        )
-    return reader, ""
+    return reader, "" if reader is None else no_images
 
 
 def _refuse_images(records: Sequence[Records], why: str) -> None:

@@ -31,14 +31,14 @@ def write(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
-def test_ranks_without_images_end_with_the_weights_of_one_rank(shards, tmp_path):
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_ranks_without_images_end_with_the_weights_of_one_rank(kind, shards, tmp_path):
     model, data = write(tmp_path)
     ends = {}
     for ranks in (1, 2):
         output = str(tmp_path / f"run{ranks}")
-        each = run_forked(
-            ranks, "rank_images", model, data, output, str(shards if ranks == 2 else 1), timeout=240
-        )
+        parts = str(shards if ranks == 2 else 1)
+        each = run_forked(ranks, "rank_images", model, data, output, parts, kind, timeout=240)
         assert [status for status, _ in each] == [0] * ranks, each
         losses = json.loads(each[0][1].strip().splitlines()[-1])
         ends[ranks] = losses, load_file(f"{output}/model/model.safetensors")

@@ -1,0 +1,176 @@
+"""Recipes that sample completions for prompts with images, and train on them."""
+
+import hashlib
+import json
+
+import pytest
+import torch
+import vision
+from burnish.data import DataError, example
+from burnish.loops.recipes import opener, settings
+from burnish.loops.rollouts.replay import read_samples
+
+RECIPES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online_dpo": "OnlineDPO"}
+FAST = ("idefics3", "gemma3", "qwen2_5_vl")
+FAMILIES = [
+    pytest.param(family, marks=[] if family in FAST else pytest.mark.slow)
+    for family in vision.FAMILIES
+]
+
+
+def redness(completion, images, **columns):
+    """A reward that sees pictures: the share of letters, by how red the first picture is."""
+    red = images[0].getpixel((images[0].width - 1, 0))[0] / 255 if images else 0.5
+    return red * len(completion) + 0.01 * sum(map(ord, completion)) % 1.0
+
+
+def write_prompts(folder):
+    """Four prompts: one image, two of unlike sizes, none, and one again."""
+    sizes = [[(60, 30)], [(30, 60), (60, 30)], [], [(32, 32)]]
+    rows = []
+    for number, shown in enumerate(sizes):
+        names = []
+        for place, size in enumerate(shown):
+            names.append(f"{number}-{place}.png")
+            vision.picture(*size, color=["red", "blue"][number % 2]).save(folder / names[-1])
+        user = {"role": "user", "content": f"what of {number}?"}
+        rows.append({"prompt": [user], "images": names})
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def world(tmp_path):
+    def world(family="idefics3", kind="grpo", **given):
+        vision.skip_unless_available(family)
+        model = tmp_path / family
+        if not model.exists():
+            vision.save(model, family)
+        plain = {
+            "model": str(model),
+            "data": str(write_prompts(tmp_path)),
+            "rewards": {redness: 1.0},
+            "steps": 2,
+            "prompts_per_rollout": 4,
+            "group_size": 3,
+            "max_tokens": 6,
+            "learning_rate": 1e-3,
+            "dtype": "float64",
+            "report_to": "none",
+            "show_every": 0,
+            "output": str(tmp_path / "run"),
+        }
+        return getattr(settings, RECIPES[kind])(**{**plain, **given})
+
+    return world
+
+
+def steps(config):
+    training = opener(type(config).__name__.lower().replace("dpo", "_dpo"))(config)
+    return [dict(step.metrics) for step in training]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_ratio_is_one(family, world):
+    first, second = steps(world(family))
+    assert first["sampling/logp_difference/max"] < 1e-6
+    assert abs(first["sampling/importance_ratio/max"] - 1) < 1e-6
+    assert abs(first["sampling/importance_ratio/min"] - 1) < 1e-6
+    assert second["sampling/logp_difference/max"] < 1e-6
+    assert first["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("kind", ["rloo", "ppo", "online_dpo"])
+def test_every_recipe_that_samples_trains_on_images(kind, world):
+    first, second = steps(world(kind=kind))
+    assert first["grad_norm"] > 0
+    assert first["loss"] != second["loss"]
+
+
+@pytest.mark.parametrize("kind", list(RECIPES))
+def test_every_split_of_a_step_gives_the_same_gradient(kind, world, tmp_path):
+    norms = []
+    for run, given in enumerate([{}, {"micro_tokens": 60}, {"layout": "padded"}]):
+        config = world(kind=kind, steps=1, output=str(tmp_path / str(run)), **given)
+        norms.append(steps(config)[0]["grad_norm"])
+    torch.testing.assert_close(norms, [norms[0]] * 3, rtol=1e-7, atol=0)
+
+
+def test_rewards_see_the_pictures_of_their_prompt(world):
+    seen = []
+
+    def note(prompts, completions, images, **columns):
+        """As TRL calls a reward: a list of each column."""
+        seen.extend(images)
+        return [float(len(each)) for each in images]
+
+    (first, *_) = steps(world(rewards={note: 1.0}, steps=1))
+    sizes = sorted([picture.size for picture in pictures] for pictures in seen)
+    assert sizes == sorted([[(60, 30)], [(30, 60), (60, 30)], [], [(32, 32)]] * 3)
+    assert {type(picture).__name__ for pictures in seen for picture in pictures} == {"Image"}
+    assert {picture.mode for pictures in seen for picture in pictures} == {"RGB"}
+    assert first["reward"] == 1.0
+
+
+def test_held_out_prompts_with_images_are_evaluated(world, tmp_path):
+    data = write_prompts(tmp_path)
+    rows = steps(world(eval_data=str(data), eval_every=1, steps=1))
+    assert rows[-1]["eval/reward"] > 0
+
+
+def test_the_vision_tower_sees_a_group_once_in_a_step(world):
+    """In a rollout it runs once for each prompt, and once more where the group trains."""
+    training = opener("grpo")(world(steps=1))
+    tower = training.context.model.plain.base_model.vision_model
+    tiles = []
+    tower.register_forward_pre_hook(
+        lambda module, args, kwargs: tiles.append(len(kwargs["pixel_values"])), with_kwargs=True
+    )
+    data = training.context.data
+    reader = training.context.model.images.reader
+    shown = [example(data, row).images for row in range(4)]
+    once = sum(
+        int(reader.read(images).tensors["pixel_values"].flatten(2).abs().sum(-1).ne(0).sum())
+        for images in shown
+        if images
+    )
+    training.train()
+    assert sum(tiles) == 2 * once
+
+
+def digest(run):
+    return hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).digest()
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_resumed_run_has_the_bytes_of_one_that_went_on(epochs, world, tmp_path):
+    """With two steps on a rollout, the second begins from samples of the checkpoint."""
+    given = {"epochs_per_rollout": epochs, "save_every": 1}
+    steps(world(output=str(tmp_path / "whole"), steps=2, **given))
+    training = opener("grpo")(world(output=str(tmp_path / "parts"), steps=2, **given))
+    for step in training:
+        if step.number == 1:
+            break
+    steps(world(output=str(tmp_path / "parts"), steps=2, resume=True, **given))
+    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+    logged = list(read_samples(tmp_path / "parts" / "samples.jsonl"))
+    assert len(logged) == 12 * (2 if epochs == 1 else 1)
+
+
+def test_bfloat16_autocast_is_near_float32(world, tmp_path):
+    exact = steps(world(dtype="float32", steps=1, output=str(tmp_path / "a"), seed=3))[0]
+    rounded = steps(world(dtype="bfloat16", steps=1, output=str(tmp_path / "b"), seed=3))[0]
+    assert rounded["sampling/logp_difference"] < 2e-2 * exact["entropy"]
+
+
+def test_samples_ahead_of_training_come_from_a_copy_that_sees_images(world):
+    rows = steps(world(max_staleness=1, steps=3))
+    assert rows[0]["sampling/logp_difference/max"] < 1e-6
+    assert rows[2]["age/max"] == 1.0
+
+
+def test_an_environment_refuses_images_by_name(world):
+    config = world(environment="guess_number", rewards={})
+    with pytest.raises(DataError, match="column 'images': an environment converses in text alone"):
+        steps(config)
