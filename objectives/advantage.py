@@ -513,6 +513,7 @@ def _check_rewards(who: str, reward: Tensor, weight: Tensor) -> None:
 
 def _check_tokens(who: str, sequence: Tensor, **tokens: Tensor) -> None:
     same_shape(who, sequence=sequence, **tokens)
+    flat(who, **tokens)
     require(
         who,
         bool((sequence[1:] >= sequence[:-1]).all()),

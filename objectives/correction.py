@@ -33,6 +33,8 @@ from .types import (
     SequenceIds,
     Share,
     Stats,
+    flat,
+    one_per,
     require,
     same_shape,
     within,
@@ -170,6 +172,8 @@ def off_policy_mask(
     """
     w = _log_ratio("off_policy_mask", logp, behavior_logp)
     same_shape("off_policy_mask", logp=logp, sequence=sequence)
+    flat("off_policy_mask", logp=logp)
+    one_per("off_policy_mask", "completion", advantage=advantage)
     # Only NaN is not itself.
     require(
         "off_policy_mask", threshold == threshold, "threshold must be a number, got {}", threshold
@@ -192,6 +196,7 @@ def veto_mask(
     """
     w = _log_ratio("veto_mask", old_logp, behavior_logp)
     same_shape("veto_mask", old_logp=old_logp, sequence=sequence)
+    flat("veto_mask", old_logp=old_logp)
     within("veto_mask", Positive, threshold=threshold)
     vetoed = sequence[w < math.log(threshold)]
     return (~torch.isin(sequence, vetoed)).to(w.dtype)
@@ -217,6 +222,7 @@ def m2po_mask(
     """
     w = _log_ratio("m2po_mask", logp, behavior_logp)
     same_shape("m2po_mask", logp=logp, advantage=advantage)
+    flat("m2po_mask", logp=logp)
     within("m2po_mask", Positive, threshold=threshold)
     moved = advantage * w > 0
     square = w[moved].square()
@@ -299,6 +305,7 @@ def effective_sample_size(weight: Float[Tensor, " units"]) -> Float[Tensor, ""]:
 
     Source: Kish 1965, "Survey Sampling".
     """
+    flat("effective_sample_size", weight=weight)
     proper = (weight >= 0) & weight.isfinite()
     require("effective_sample_size", bool(proper.all()), "weights must be finite and >= 0")
     tiny = torch.finfo(weight.dtype).tiny

@@ -65,6 +65,7 @@ def kto_kl(logp: PerSequence, ref_logp: PerSequence) -> Float[Tensor, ""]:
     Paper: Ethayarajh et al. 2024, arXiv:2402.01306.
     """
     same_shape("kto_kl", logp=logp, ref_logp=ref_logp)
+    one_per("kto_kl", "completion", logp=logp)
     return F.relu((logp - ref_logp).detach().sum() / max(logp.numel(), 1))
 
 

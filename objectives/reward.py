@@ -31,6 +31,7 @@ from .types import (
     SequenceIds,
     Stats,
     check_roles,
+    flat,
     one_per,
     require,
     same_shape,
@@ -293,6 +294,7 @@ def step_aggregate(
     (last).
     """
     same_shape("step_aggregate", step_score=step_score, sequence=sequence)
+    flat("step_aggregate", step_score=step_score)
     length = sequence_length(sequence, sequences)
     match how:
         case "min" | "prod":

@@ -61,6 +61,7 @@ def length_desensitized_sum(
     Paper: Liu et al. 2024, arXiv:2409.06411.
     """
     same_shape("length_desensitized_sum", x=x, sequence=sequence)
+    flat("length_desensitized_sum", x=x)
     within("length_desensitized_sum", Share, alpha=alpha)
     sequences = public_length.shape[0]
     length = sequence_length(sequence, sequences)

@@ -179,6 +179,44 @@ def test_tokens_in_place_of_completions_are_refused(
         loss(**inputs)
 
 
+# Elementwise: each entry is what it is, whatever its place.
+ELEMENTWISE = {"elo"}
+NO_LOSSES = [
+    (function, unit)
+    for function in vars(ob).values()
+    if inspect.isfunction(function) and not is_loss(function)
+    for unit in ("sequences", "tokens", "units")
+    if unit in map(dimensions, tensors_of(function).values())
+    and function.__name__ not in ELEMENTWISE
+]
+FURTHER: dict[str, Any] = {
+    "k": 2,
+    "lam": 0.9,
+    "how": "min",
+    "low": 0.1,
+    "high": 0.9,
+    "length": torch.ones(SEQUENCES, dtype=torch.int64),
+    "public_length": torch.ones(SEQUENCES, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize(("function", "unit"), NO_LOSSES, ids=ids(NO_LOSSES))
+def test_padded_rows_in_place_of_flat_entries_are_refused(
+    function: Any, unit: str, as_users_run_it: None
+) -> None:
+    """Advantages, weights, masks and sums: of tokens and completions alike."""
+    inputs = arguments(function)
+    named = inspect.signature(function).parameters
+    inputs |= {name: value for name, value in FURTHER.items() if name in named}
+    function(**inputs)
+    for name, value in inputs.items():
+        is_padded = isinstance(value, Tensor) and value.ndim == 1 and same(function, name, unit)
+        if is_padded:
+            inputs[name] = value[:, None].expand(-1, 4).clone()
+    with pytest.raises(ValueError, match=r"must (have one entry per completion|be flat), \["):
+        function(**inputs)
+
+
 def same(loss: Any, name: str, unit: str) -> bool:
     annotation = inspect.signature(loss, eval_str=True).parameters[name].annotation
     return bool(unit == str(getattr(annotation, "dim_str", "")).strip())
