@@ -1,19 +1,24 @@
 """The HTTP interface of one vLLM server.
 
-No connection is kept: a new one is cheap next to a completion that takes seconds. So nothing is
-bound to an event loop, and nothing remains of a server that died.
+Connections are kept while calls are under way, and closed with the last of them: so nothing remains
+in an event loop that ends.
 """
 
 import asyncio
+import base64
+import gc
 import json
 import logging
-import ssl
+import socket
 import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 from weakref import WeakKeyDictionary
 
-import httpx2
+import aiohttp
 
 from ..event_loops import Gate
 from ..source import SourceError, SourceLost
@@ -26,7 +31,8 @@ _LOOK = 60.0  # seconds that a request without a body, which changes nothing, ma
 # Bytes of an answer that are read. JSON takes up to 30 times as much memory once it is parsed.
 _LARGEST = 8 << 20  # of one that is no completion: vLLM's largest, its OpenAPI document, has 0.3 MB
 _LARGEST_COMPLETION = 256 << 20
-_PER_TOKEN = 1024  # vLLM writes about 250 for a token, its log-prob and its bytes
+_PER_TOKEN = 1024  # vLLM writes about 80 for a token and its log-prob
+_KEPT = 2.0  # seconds that a connection may be idle; vLLM closes one after 5
 
 
 class Rejected(SourceError):
@@ -41,6 +47,16 @@ class Rejected(SourceError):
         # it has its weights, and may complete the request later
         self.busy = status >= 500 or status in (408, 429)
         self.may_pass = self.busy or status == 404
+
+
+@dataclass
+class _Connections:
+    """Attributes:
+    under_way: calls that use them.
+    """
+
+    session: aiohttp.ClientSession
+    under_way: int = 0
 
 
 class VLLMClient:
@@ -80,20 +96,27 @@ class VLLMClient:
                 "vllm.api_key: wanted visible ASCII characters, as a header can hold them"
             )
         # a compressed answer may be a thousand times as large
-        headers = {"Accept-Encoding": "identity"}
+        self._headers = {"Accept-Encoding": "identity"}
         if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
-        user, _, password = login.partition(":")
+            self._headers["Authorization"] = f"Bearer {key}"
+        if login:
+            encoded = base64.b64encode(unquote(login).encode()).decode()
+            self._headers["Authorization"] = f"Basic {encoded}"
         self._timeout, self._patience, self._concurrency = timeout, patience, concurrency
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, Gate] = WeakKeyDictionary()
-        self._http = httpx2.AsyncClient(
-            auth=(unquote(user), unquote(password)) if login else None,
-            headers=headers,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-            timeout=None,  # each call has one, in all
-            trust_env=False,  # a proxy of the environment is for the internet
-            verify=ssl.create_default_context() if address.scheme == "https" else False,
+        self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = (
+            WeakKeyDictionary()
         )
+
+    @property
+    def own_address(self) -> str:
+        """The address of this machine from which the server is reached."""
+        address = urlsplit(self.url)
+        place = (address.hostname or "", address.port or 80)
+        family, _, _, _, resolved = socket.getaddrinfo(*place, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as route:
+            route.connect(resolved)  # which sends nothing
+            return str(route.getsockname()[0])
 
     async def get(self, path: str, name: str = "", kind: type = object) -> Any:
         """The JSON of the response, or its entry of this name and type.
@@ -141,7 +164,8 @@ class VLLMClient:
             _LARGEST + _PER_TOKEN * body["sampling_params"]["max_tokens"], _LARGEST_COMPLETION
         )
         gate = self._gates.setdefault(asyncio.get_running_loop(), Gate(self._concurrency))
-        async with gate.passed(priority):  # waiting takes none of its time
+        # those that wait keep the connections open; waiting takes none of their time
+        async with self._session(), gate.passed(priority):
             return await self._call("/inference/v1/generate", body, self._timeout, largest=largest)
 
     async def try_token(self, token: int) -> None:
@@ -211,26 +235,54 @@ class VLLMClient:
         try:
             async with (
                 asyncio.timeout(timeout),
-                self._http.stream(method, self.url + path, json=body) as response,
+                self._session() as session,
+                session.request(
+                    method,
+                    self.url + path,
+                    data=None if body is None else _encoded(body),
+                    headers={} if body is None else {"Content-Type": "application/json"},
+                    allow_redirects=False,
+                ) as response,
             ):
-                self.own_address: str = response.extensions["network_stream"].get_extra_info(
-                    "client_addr"
-                )[0]
                 content = await _read(response, largest, who)
         except TimeoutError as error:
             raise SourceLost(f"{who}: no answer in {timeout:g} s") from error
-        except httpx2.HTTPError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise SourceLost(f"{who}: the server can't be reached, or died ({error!r})") from error
         try:
-            reply = json.loads(content)
+            with _without_collection():
+                reply = json.loads(content)
         except (ValueError, RecursionError):  # no JSON, or brackets within brackets
             reply = content.decode(errors="replace")
-        if response.is_redirect:
+        if 300 <= response.status < 400:
             place = response.headers.get("location", "another address")[:200]
             raise SourceError(f"{who}: it redirects to {place}; give the address of vLLM itself")
-        if not response.is_success:
-            raise await self._refusal(who, path, response.status_code, reply)
+        if not response.ok:
+            raise await self._refusal(who, path, response.status, reply)
         return _entry(who, reply, name, kind) if name else reply
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """The connections of this event loop, within a call."""
+        loop = asyncio.get_running_loop()
+        connections = self._connections.get(loop)
+        if connections is None:
+            session = aiohttp.ClientSession(
+                auto_decompress=False,
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(),  # none: each call has one, in all
+            )
+            connections = self._connections[loop] = _Connections(session)
+        connections.under_way += 1
+        try:
+            yield connections.session
+        finally:
+            connections.under_way -= 1
+            if connections.under_way == 0:
+                del self._connections[loop]
+                await connections.session.close()
 
     async def _refusal(self, who: str, path: str, status: int, reply: Any) -> SourceError:
         """The error that a refused request is: the server may be dying, and it may want a key."""
@@ -248,11 +300,31 @@ class VLLMClient:
         return Rejected(f"{who} answered {status}: {message}", status)
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python does not look for garbage meanwhile.
+
+    It would several times for each completion, whose tokens are a dict each, and pass over all
+    objects of the process: more than half of the time that reading a token took.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _encoded(body: object) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
 def _fits_header(text: str) -> bool:
     return text.isascii() and text.isprintable() and text.strip() == text != ""
 
 
-async def _read(response: httpx2.Response, largest: int, who: str) -> bytes:
+async def _read(response: aiohttp.ClientResponse, largest: int, who: str) -> bytes:
     """The body as it was sent.
 
     Raises:
@@ -264,7 +336,7 @@ async def _read(response: httpx2.Response, largest: int, who: str) -> bytes:
             f"{who}: its answer is compressed ({encoding[:40]}), which was not asked for; is it vLLM?"
         )
     content = bytearray()
-    async for part in response.aiter_raw():
+    async for part in response.content.iter_any():
         content += part
         if len(content) > largest:
             raise SourceError(f"{who}: its answer has more than {largest >> 20} MiB; is it vLLM?")

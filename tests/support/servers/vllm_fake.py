@@ -41,6 +41,7 @@ class Fake:
         calls: paths and bodies of the POST requests that came, in order, but for completions and
             tokenization.
         paths: that the server says it has.
+        connections, open: that came so far, and of these not closed yet.
     """
 
     def __init__(self, tokenizer, port=0, host="127.0.0.1"):
@@ -52,6 +53,7 @@ class Fake:
         self.paths = {"/v1/load_lora_adapter": {}}
         self.odd, self.calls = {}, []
         self.key = None
+        self.connections = self.open = 0
         self.active = self.paused = False
         self.hung_up = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -171,8 +173,16 @@ def error(status, message):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    # keeps connections, as vLLM does: a client that did so too could not change its loop
-    protocol_version = "HTTP/1.1"
+    protocol_version = "HTTP/1.1"  # keeps connections, as vLLM does
+
+    def setup(self):
+        super().setup()
+        self.fake.connections += 1
+        self.fake.open += 1
+
+    def finish(self):
+        super().finish()
+        self.fake.open -= 1
 
     def do_GET(self):
         size = int(self.headers.get("Content-Length", 0))

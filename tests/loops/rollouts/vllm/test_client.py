@@ -23,6 +23,7 @@ from burnish.loops.rollouts.vllm.weights import Adapters, Files, Nccl
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from scripted import wait_until
 from tiny import save_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 from vllm_fake import Fake, choice, error
@@ -1299,6 +1300,15 @@ def test_a_temperature_that_vllm_would_raise_is_refused(connect):
     ):
         published(source, ask(temperature=0.005))
     assert published(source, ask(temperature=0.01), ask(temperature=0.0))
+
+
+def test_connections_are_kept_while_there_are_requests_and_then_closed(connect, fake):
+    """Where each request opened one, the client took three times as much processor time."""
+    source, before = connect(concurrency=3), fake.connections
+    assert len(published(source, ask(range(40)))) == 40
+    of_publishing = len(fake.calls) + 1
+    assert fake.connections - before <= of_publishing + 3
+    wait_until(lambda: fake.open == 0)
 
 
 def test_everything_works_in_one_event_loop_after_another(connect):
