@@ -53,7 +53,6 @@ from .passes import WAITS, TileStore, operator_schema
 from .reference import EXTRAS, Extra, Logprobs, TopK
 from .sharding import combine, sum_over
 from .softmax import (
-    IMPOSSIBLE,
     OUTPUTS,
     SAVED,
     Coefficients,
@@ -394,7 +393,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         state = combine(state, target, given.vocab, given.group)
     results = softmax.finish(state)
     if given.softcap is None:
-        results.logprob.masked_fill_(results.chosen < IMPOSSIBLE, -torch.inf)
+        softmax.rule_out_(results)
     if ranking is not None:
         ranks, ids, likeliest = ranking.finish(results, transform, given.start)
     return *results, kept, tops, ranks, ids, likeliest

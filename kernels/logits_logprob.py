@@ -32,7 +32,6 @@ from .head import Head, HeadFactors, checked_head
 from .passes import COLUMNS, WAITS, no_second_derivative, spans, vocabulary_spans
 from .reference import EXTRAS, Extra, Logprobs, TopK
 from .softmax import (
-    IMPOSSIBLE,
     NEVER,
     OUTPUTS,
     SAVED,
@@ -192,7 +191,7 @@ def _forward(
         rest = target[rows], sums, rows_of(transform, rows)
         sums.store_(run(softmax.fold, tile, *rest, width=vocab, logits=len(logits) * vocab))
     results = softmax.finish(state)
-    results.logprob.masked_fill_(results.chosen < IMPOSSIBLE, -torch.inf)
+    softmax.rule_out_(results)
     return results
 
 

@@ -211,9 +211,14 @@ def fold(
 
 
 def finish(state: SoftmaxState) -> Softmax:
-    """The outputs, once every tile is folded in."""
+    """The outputs, once every tile is folded in.
+
+    A row without a possible token has no distribution: its outputs and gradients are NaN, its
+    logsumexp is −inf.
+    """
     shift, total, moment, chosen, linear, squares = state
-    log_total = total.log()
+    nothing = shift < IMPOSSIBLE
+    log_total = total.log().masked_fill(nothing, torch.nan)
     logprob, entropy = (chosen - shift[:, None]) - log_total[:, None], log_total - moment / total
     mean, log_squares, possible = (shift.new_empty(0) for _ in range(3))
     if linear is not None:
@@ -221,9 +226,16 @@ def finish(state: SoftmaxState) -> Softmax:
         mean = linear[:, 0] / possible - log_total
     if squares is not None:
         log_squares = squares.log() - 2 * log_total
+    logsumexp = (shift + log_total).masked_fill(nothing, -torch.inf)
     return Softmax(
-        logprob, entropy, shift + log_total, mean, log_squares, shift, log_total, chosen, possible
+        logprob, entropy, logsumexp, mean, log_squares, shift, log_total, chosen, possible
     )
+
+
+def rule_out_(results: Softmax) -> None:
+    """Give targets whose logits were masked the log-prob −inf, where another token is possible."""
+    masked = (results.chosen < IMPOSSIBLE) & ~results.logprob.isnan()
+    results.logprob.masked_fill_(masked, -torch.inf)
 
 
 def coefficients(

@@ -337,7 +337,8 @@ def machine(tensor: Tensor) -> tuple[int | str, int, bool]:
     blocks are copied by the tensor memory accelerator."""
     if triton.knobs.runtime.interpret:
         return "interpreter", 4, True
-    architecture = triton.runtime.driver.active.get_current_target().arch
+    with torch.cuda.device_of(tensor):  # the current GPU may be another one
+        architecture = triton.runtime.driver.active.get_current_target().arch
     if tensor.is_cuda:
         processors = torch.cuda.get_device_properties(tensor.device).multi_processor_count
     else:  # compiling for a machine that is not there

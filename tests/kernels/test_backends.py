@@ -84,6 +84,23 @@ def test_each_output_alone_has_its_gradient(outputs: tuple[str, ...]) -> None:
     assert_as_good_as_the_reference(case, torch.float32, "triton", outputs=outputs)
 
 
+@pytest.mark.parametrize("keep_bytes", [0, 2**20])
+@pytest.mark.parametrize("backend", ["torch", "triton", "fused", "reference"])
+def test_a_row_without_a_possible_token_has_no_distribution(backend: str, keep_bytes: int) -> None:
+    """NaN, as by the definition, so that a step with it is refused: not numbers that depend on how
+    the vocabulary is cut.
+    """
+    case = on_device(head(5, 20, 100, bias=torch.full((100,), -torch.inf)))
+    case = in_dtype(case | {"outputs": EXTRAS}, torch.float32)
+    found = logprobs(case, backend=backend, keep_bytes=keep_bytes)
+    assert found.logprob.isnan().all() and found.entropy.isnan().all()
+    assert found.mean_logprob is not None and found.mean_logprob.isnan().all()
+    assert found.logsumexp.isneginf().all()
+    if backend != "reference":
+        found.entropy.sum().backward()
+        assert case["hidden"].grad.isnan().all()
+
+
 @pytest.mark.parametrize("backend", ["triton", "fused"])
 def test_no_tokens_give_a_differentiable_zero(backend: str) -> None:
     case = in_dtype(on_device(head(0, 20, 100)), torch.float32)
