@@ -17,8 +17,8 @@ own, in a file of the working directory, my_games.py:
             return Step(f"And {self.wanted}?", done=not right or not self.left, reward=float(right))
 
 and in the configuration: ``environment: {my_games:Doubling: {turns: 2}}``. Each conversation has an
-environment of its own. ``reset(row)`` gives the prompt, which depends on the row alone: a group
-shares it; ``step(completion)`` the reply to the policy's latest turn, whether the conversation is
+environment of its own. ``reset(row)`` gives the prompt, the same for all conversations of a row or
+one for each; ``step(completion)`` the reply to the policy's latest turn, whether the conversation is
 over, and a reward, summed over the turns. Prompt and reply are text (a user's), messages or token
 ids. ``reward()``, if there is one, says what the whole conversation is worth, and is asked once at
 its end, also where turns or tokens run out. ``close()``, if there is one, is called exactly once,

@@ -331,11 +331,7 @@ class RolloutFeed(StepFeed):
         if not self.context.rewards:
             return metrics
         metrics |= reward_metrics(rollout.scores)
-        turns = [sample.info["turns"] for sample in rollout.samples if "turns" in sample.info]
-        if turns:
-            aborted = sum(sample.finish == "aborted" for sample in rollout.samples)
-            metrics |= {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
-            metrics |= tool_metrics(rollout.samples)
+        metrics |= conversation_metrics(rollout)
         if self.scheduler is None:
             return metrics
         self.monitor(rollout.scores, rollout.samples)
@@ -343,3 +339,19 @@ class RolloutFeed(StepFeed):
         metrics["sampling/retries"] = float(self.scheduler.retries)
         self.scheduler.waited = 0.0  # of the next rollout
         return metrics
+
+
+def conversation_metrics(rollout: RolloutBuffer) -> dict[str, float]:
+    """Turns, tool calls and aborted ones of conversations with an environment; how many contexts
+    they have, where that is more than one.
+    """
+    metrics: dict[str, float] = {}
+    samples = rollout.samples
+    turns = [sample.info["turns"] for sample in samples if "turns" in sample.info]
+    if turns:
+        aborted = sum(sample.finish == "aborted" for sample in samples)
+        metrics = {"turns/mean": sum(turns) / len(turns), "turns/aborted": float(aborted)}
+        metrics |= tool_metrics(samples)
+    if len(rollout.contexts) > len(rollout):
+        metrics["contexts/mean"] = len(rollout.contexts) / len(rollout)
+    return metrics

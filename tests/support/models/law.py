@@ -34,7 +34,7 @@ from burnish.loops.recipes.settings import GRPO, PPO, RLOO, Reward
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rollouts.replay import ReplaySource
-from burnish.loops.rollouts.sample import Sample, VersionSpan
+from burnish.loops.rollouts.sample import Context, Sample, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.runs.context import RunContext
 from burnish.loops.runs.feed import Feed
@@ -95,6 +95,7 @@ IN_BFLOAT16 = (
     "opo_vetoed",
     "plus_plus_baseline",
     "optimal_token",
+    "grpo_contexts",
 )
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "skewed", "ppo")
 
@@ -178,6 +179,28 @@ ONLINE = {
         loss_kwargs=_WIDE,
         loss={"clipped_surrogate": 1, "entropy_bonus": 0.1},
     ),
+    # of conversations of one to three contexts
+    "grpo_contexts": GRPO(**_SPLIT, old_logprobs="recomputed", beta=0.1),
+    "grpo_token_mean_contexts": GRPO(
+        **_SPLIT,
+        variant="dapo",
+        dynamic_sampling=False,
+        loss_kwargs=_WIDE,
+        correction="sequence_tis",
+        masks={"off_policy": {"threshold": 0.4}},
+    ),
+    "gspo_contexts": GRPO(
+        **_SPLIT, variant="gspo", old_logprobs="sampled", loss_kwargs=_WIDE, scale="batch"
+    ),
+    "optimal_token_contexts": GRPO(
+        **_SPLIT,
+        advantage="optimal_token",
+        beta=0.1,
+        kl_as="reward",
+        variant="dr_grpo",
+        loss_kwargs=_WIDE,
+    ),
+    "ppo_contexts": PPO(**_SPLIT, missing_eos_penalty=0.5, loss_kwargs=_WIDE, beta=0.1),
 }
 
 
@@ -345,24 +368,38 @@ def alike(reference, accelerator):
     return computed
 
 
-def scripted(seed=3):
-    """Answers that nobody sampled, with every reason to leave one out: no score, given up, cut."""
+def scripted(seed=3, *, contexts=1):
+    """Answers that nobody sampled, with every reason to leave one out: no score, given up, cut.
+
+    Of more contexts than 1 there are conversations of all numbers up to it, and those of every
+    second task begin each with a prompt of its own.
+    """
     draw = random.Random(seed)
     samples = []
+
+    def start():
+        return [draw.randrange(3, 60) for _ in range(draw.randint(1, 9))]
+
     for task in range(GROUPS):
-        prompt = [draw.randrange(3, 60) for _ in range(draw.randint(1, 9))]
+        prompt = start()
         # what the completion at temperature 0 was worth; nobody knows it of the last prompt
         greedy = {"right": None if task == GROUPS - 1 else 0.2 * task, "brief": None}
         info = {"greedy": {"finish": "stop", "rewards": greedy}}
         for index in range(ANSWERS):
-            tokens = [draw.randrange(3, 60) for _ in range(draw.randint(1, LONGEST))]
-            trained = [draw.random() < 0.8 for _ in tokens[:-1]] + [True]
-            logprobs = [-draw.uniform(3, 5) for _ in tokens]
-            span = [VersionSpan(0, 0, len(tokens))]
+            parts = []
+            for number in range(1 + (task + index) % contexts):
+                own = number or (contexts > 1 and task % 2)
+                tokens = [draw.randrange(3, 60) for _ in range(draw.randint(1, LONGEST))]
+                trained = [draw.random() < 0.8 for _ in tokens[:-1]] + [True]
+                logprobs = [-draw.uniform(3, 5) for _ in tokens]
+                span = [VersionSpan(0, 0, len(tokens))]
+                given = start() if own else prompt
+                parts.append(Context(given, tokens, trained, logprobs, span))
+            first, *further = parts
             finish = {(0, 1): "aborted", (3, 2): "length"}.get((task, index), "stop")
             score = None if (task, index) == (1, 0) else draw.choice([0.0, 0.5, 1.0])
             rewards = {"right": score, "brief": None if score is None else draw.random()}
-            sample = Sample(task, index, prompt, tokens, trained, logprobs, span, finish)
+            sample = Sample(task, index, **vars(first), finish=finish, further=further)
             sample.rewards = rewards
             sample.info = info
             samples.append(sample)
@@ -373,7 +410,7 @@ def replaying(samples, config):
     """A scheduler that gives back these samples."""
     prompts = {sample.task: sample.prompt for sample in samples}
     return RolloutScheduler(
-        ReplaySource(samples),
+        ReplaySource(samples, conversations=True),
         prompts.__getitem__,
         groups_per_step=config.prompts_per_rollout,
         group_size=config.group_size,
@@ -463,9 +500,9 @@ def one_step(name, layout, micro_tokens, shards=1):
     accelerator = Accelerator(cpu=True)
     mesh = None if shards == 1 else init_device_mesh("cpu", (shards,))
     if name in ONLINE:
-        return online_step(
-            replace(ONLINE[name], micro_tokens=micro_tokens), layout, accelerator, scripted(), mesh
-        )
+        config = replace(ONLINE[name], micro_tokens=micro_tokens)
+        samples = scripted(contexts=3 if name.endswith("contexts") else 1)
+        return online_step(config, layout, accelerator, samples, mesh)
     model, examples, columns, terms, read, options = setup(name, accelerator, mesh)
     model.layout = layout
     data = Dataset.from_dict(

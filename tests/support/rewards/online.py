@@ -4,6 +4,7 @@ stop in the middle.
 Run on its own, with the fields of `GRPO` as JSON, it is one rank of several.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -18,6 +19,8 @@ from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rl.settings import VLLM
 from tiny import save_model, sums, write_rows
+
+_starts = itertools.count()
 
 
 def even(row, sample):
@@ -47,6 +50,13 @@ class Echo:
 
     def step(self, answer):
         return Step("and?", reward=even({}, answer))
+
+
+class Elsewhere(Echo):
+    """Every conversation begins somewhere else."""
+
+    def reset(self, row):
+        return f"from {next(_starts)}"
 
 
 def prepare(directory):
