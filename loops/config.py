@@ -454,10 +454,11 @@ class Common(Settings):
     """Permute each epoch."""
     seed: NonNegativeInt = 0
     """Seed of the order of the data, of adapter weights and of dropout."""
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Precision of the computation. In bfloat16, weights that are trained stay float32 (autocast)
     unless `weights_dtype` says otherwise; products take bfloat16 factors, and logits are float32
-    (docs/kernels.md).
+    (docs/kernels.md). float16 is for GPUs without bfloat16: its loss is scaled, and a step whose
+    gradient overflows is skipped (docs/size-and-memory.md).
     """
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the weights that are trained, and of their gradients. bfloat16 takes half of the

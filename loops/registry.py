@@ -33,6 +33,7 @@ MEANT = {
     "old": "old_logprobs",
     "lr": "learning_rate",
     "bf16": "dtype",
+    "fp16": "dtype",
     "precision": "dtype",
     "mixed_precision": "dtype",
 }

@@ -180,6 +180,13 @@ def test_a_gradient_that_is_not_finite_is_told(model, said):
     said("The loss is NaN", which=slice(1))
     said("The loss is NaN", str(ended.value), which=slice(1, 2))
 
+    def large(logp: PerToken) -> tuple[PerToken, Stats]:
+        return -logp * 1e20, {}
+
+    run = burnish.sft(model, rows, loss=large, batch_size=8, epochs=1, dtype="float16")
+    assert history(run)[0]["skipped"] == 1
+    said("The loss is NaN", which=slice(2, 3))
+
 
 @symptom("The held-out loss is too good")
 def test_rows_that_are_also_trained_on_are_told(model, said):

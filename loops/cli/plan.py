@@ -99,7 +99,7 @@ def _cheaper(config: Common, ranks: int) -> dict[str, object]:
     shards = ranks // config.parallel.ranks_per_batch
     tokens = config.micro_tokens or 8192
     values: dict[str, object] = {}
-    if config.dtype != "bfloat16":
+    if config.dtype not in ("bfloat16", "float16"):
         values["dtype"] = "bfloat16"
     if config.parallel.dp_shard_size < shards:
         values["parallel.dp_shard_size"] = shards

@@ -177,12 +177,18 @@ def precision(trl: Translation) -> Fields:
         return {}
 
     bf16 = trl.given.get("bf16")
+    if trl["fp16"] and bf16:
+        return trl.refuse("fp16", "bf16 is true as well; give one of them", instead="dtype")
     nothing_asked = not loaded and bf16 is None and not trl["fp16"]
-    if launched == "bf16":  # which transformers' Trainer takes where its own bf16 is off
-        bf16 = True
-    elif nothing_asked and "mixed_precision" in trl.given:
+    if launched == "bf16" and not trl["fp16"]:
+        bf16 = True  # which transformers' Trainer takes where its own bf16 is off
+    elif nothing_asked and launched == "no" and "mixed_precision" in trl.given:
         return {}
+    if trl["fp16"] or (launched == "fp16" and not bf16):
+        return _in_float16(trl)
     dtype = _computing_dtype(bf16, list(loaded.values()))
+    if dtype == "float16":
+        return _in_float16(trl)
     if bf16 is None and dtype == "float32":
         trl.notes.append(
             "dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false (dtype bfloat16)"
@@ -193,6 +199,15 @@ def precision(trl: Translation) -> Fields:
         "dtype: bfloat16 weights round each step by chance (see rounding), where TRL's lose small ones"
     )
     return {"dtype": dtype, "weights_dtype": "bfloat16"}
+
+
+def _in_float16(trl: Translation) -> Fields:
+    if "float16" in _loaded_dtypes(trl).values() and not trl["use_peft"]:
+        trl.notes.append(
+            "dtype: float16 computes, and weights that are trained stay float32: the loss is scaled, which TRL's "
+            "float16 weights refuse or go without"
+        )
+    return {"dtype": "float16"}
 
 
 def _loaded_dtypes(trl: Translation) -> dict[str, str]:
@@ -206,9 +221,8 @@ def _loaded_dtypes(trl: Translation) -> dict[str, str]:
 
 def _refuse_dtypes(trl: Translation, asked: Mapping[str, str]) -> None:
     for name, dtype in asked.items():
-        if dtype not in ("bfloat16", "float32", "float64"):
-            scaled = " with loss scaling" if dtype == "float16" else ""
-            why = f"there is no {dtype}{scaled}; there are bfloat16 and float32"
+        if dtype not in ("bfloat16", "float16", "float32", "float64"):
+            why = f"there is no {dtype}; there are bfloat16, float16 and float32"
             trl.refuse(name, why, instead="dtype")
 
 

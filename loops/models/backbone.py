@@ -180,9 +180,10 @@ class Backbone(nn.Module):
         if self.param_dtype is not None:
             dtypes.add(self.param_dtype)
         kind = self.device.type
-        mixed = {torch.float32, torch.bfloat16} <= dtypes
+        halves = dtypes & {torch.bfloat16, torch.float16}
+        mixed = bool(halves) and torch.float32 in dtypes
         # Otherwise the caller's autocast, if any, holds.
-        precision = torch.autocast(kind, torch.bfloat16) if mixed else nullcontext()
+        precision = torch.autocast(kind, halves.pop()) if mixed else nullcontext()
         with evaluating(self.model), precision:
             yield not torch.is_autocast_enabled(kind)
 

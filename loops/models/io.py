@@ -314,6 +314,7 @@ def load_model(
         auto = auto or language_model_class(architecture)
         model = _read_from_files(config, auto, task, options)
     without_randomness(model)
+    _check_overflow(model)
     if config.dtype == "float64":
         _compute_each_expert(model)
     else:
@@ -376,9 +377,19 @@ def _weights_dtype(config: Common) -> torch.dtype:
     without `rounding`. Frozen ones, under adapters, have the dtype that is computed in.
     """
     trained_whole = not config.lora.enabled
-    name = config.weights_dtype if config.dtype == "bfloat16" and trained_whole else config.dtype
+    autocast = config.dtype in ("bfloat16", "float16")
+    name = config.weights_dtype if autocast and trained_whole else config.dtype
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _check_overflow(model: nn.Module) -> None:
+    """Raise ValueError if a weight that is held in float16 is beyond its largest number."""
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float16 and not bool(weight.isfinite().all()):
+            raise ValueError(
+                f"dtype: {name} of the model has numbers beyond 65504, the largest float16; set dtype to float32"
+            )
 
 
 def _prepare_loaded(config: Common, model: Any, *, quantized: bool) -> None:
@@ -505,9 +516,11 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _stays(model: nn.Module, name: str, dtype: torch.dtype | None) -> bool:
     """True for a weight that `transformers` keeps in float32 in a model of this precision."""
-    if dtype != torch.bfloat16:
+    if dtype not in (torch.bfloat16, torch.float16):
         return False
-    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    patterns = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        patterns += getattr(model, "_keep_in_fp32_modules", None) or ()
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
 
 
@@ -546,8 +559,8 @@ def _quantization(config: Common) -> dict[str, Any]:
         fields = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_compute_dtype": torch.bfloat16
-            if config.dtype == "bfloat16"
+            "bnb_4bit_compute_dtype": getattr(torch, config.dtype)
+            if config.dtype in ("bfloat16", "float16")
             else torch.float32,
         }
     else:

@@ -222,7 +222,7 @@ class Policy(Backbone):
             rounded = [logits, hidden, *self.head.parameters()]
             dtypes = {each.dtype for each in rounded if each.is_floating_point()}
             if not exact:
-                dtypes.add(torch.bfloat16)
+                dtypes.add(torch.get_autocast_dtype(self.device.type))
             eps = max(torch.finfo(dtype).eps for dtype in dtypes)
             # 8 roundings of the largest logit: of its factors, its sum, its scale and cap, in each
             # of the two.

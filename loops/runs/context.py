@@ -468,7 +468,8 @@ def _wrapped(
     quantized = config.quantize is not None or getattr(model, "is_quantized", False)
     if mesh is not None:  # shards find their own device
         options["mesh"] = mesh
-        options["param_dtype"] = torch.bfloat16 if config.dtype == "bfloat16" else None
+        autocast = config.dtype in ("bfloat16", "float16")
+        options["param_dtype"] = getattr(torch, config.dtype) if autocast else None
     elif not quantized:  # bitsandbytes has placed quantized weights
         model = model.to(accelerator.device)
     wrapped = make(model, **options)
@@ -543,7 +544,7 @@ def open_accelerator(config: Common) -> Accelerator:
     form_restarted_group()
     accelerator = Accelerator(
         cpu=not torch.accelerator.is_available(),
-        mixed_precision="bf16" if config.dtype == "bfloat16" else "no",
+        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(config.dtype, "no"),
         log_with=trackers or None,
         project_dir=config.output,
         # Cached casts of weights would add up to the whole model on each rank.
@@ -557,6 +558,8 @@ def open_accelerator(config: Common) -> Accelerator:
     # Its own: the shared one is changed by runs of another precision, and by the
     # `TrainingArguments` of transformers.
     accelerator.state.__dict__ = dict(vars(accelerator.state))
+    if config.dtype == "float16":
+        scale_loss(accelerator)
     check_ranks(config, accelerator)
     if config.tf32 is not None:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
@@ -567,6 +570,13 @@ def open_accelerator(config: Common) -> Accelerator:
     if config.hub.id is not None:
         from_main(accelerator, lambda: check_repository(config.hub))
     return accelerator
+
+
+def scale_loss(accelerator: Accelerator) -> None:
+    """Turn float16's autocast and the scale of the loss on where Accelerate does not: on a CPU."""
+    if accelerator.scaler is None:
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler(accelerator.device.type)
 
 
 def _trackers(config: Common) -> list[str | GeneralTracker]:

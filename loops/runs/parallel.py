@@ -21,6 +21,8 @@ _LOCAL_RANKS = (
     "MV2_COMM_WORLD_LOCAL_RANK",
 )
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+# Precisions of `accelerate launch`, and the dtypes that compute in them.
+_LAUNCHED = {"bf16": "bfloat16", "fp16": "float16"}
 _START = "start ranks by torchrun --nproc_per_node N, or accelerate launch --multi_gpu"
 
 
@@ -57,7 +59,7 @@ def _same_in_flags() -> str:
         "parallel.dp_shard_size": max(_started() // (replicas * split * together), 1),
         "parallel.tp_size": split if split > 1 else None,
         "parallel.cp_size": together if together > 1 else None,
-        "dtype": "bfloat16" if asked.get("ACCELERATE_MIXED_PRECISION") == "bf16" else None,
+        "dtype": _LAUNCHED.get(asked.get("ACCELERATE_MIXED_PRECISION", "no")),
         "gradient_checkpointing": "true"
         if asked.get("FSDP_ACTIVATION_CHECKPOINTING") == "true"
         else None,
@@ -95,9 +97,10 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
             f"{_started()} processes were started, and the process group has {ranks}; {_START}"
         )
     launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
-    if launched != "no" and (launched, computed) != ("bf16", "bfloat16"):
+    if launched != "no" and _LAUNCHED.get(launched) != computed:
+        wanted = _LAUNCHED.get(launched, "bfloat16")
         raise ValueError(
-            f"dtype: accelerate launch asks for {launched}, got {computed}; pass --dtype bfloat16, or launch with "
+            f"dtype: accelerate launch asks for {launched}, got {computed}; pass --dtype {wanted}, or launch with "
             "--mixed_precision no"
         )
     if ranks % size:

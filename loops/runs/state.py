@@ -165,6 +165,8 @@ def _make_tensors(
 
     Returns them by path.
     """
+    # Out of Accelerate's wrapper, whose step in float16 needs the scale of a backward pass.
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     # optimizer/layers.0.mlp.weight/exp_avg is exp_avg of the parameter layers.0.mlp.weight.
     of_part = {path for path in saved if path.startswith(f"{part}/")}
     optimizer.zero_grad()

@@ -108,6 +108,8 @@ class Training:
         schedule = optimizers.make_schedule(config, optimizer, self.feed.steps)
         policy, optimizer = prepare(context.accelerator, context.model, optimizer)
         parts: dict[str, Any] = {"optimizer": optimizer, "schedule": schedule}
+        if context.accelerator.scaler is not None:
+            parts["scaler"] = context.accelerator.scaler
         if self.feed.stateful:
             parts["memory"] = self.feed
         if context.synced is not None:

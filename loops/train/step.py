@@ -280,10 +280,12 @@ def train_step(
         The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens``
             trained on, and
         ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without
-            any trained token.
+            any trained token; and of an accelerator that scales the loss, for float16,
+            ``loss_scale``, the scale of this step. An overflow halves it for the next one.
     """
     given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     _check_prepared(accelerator, policy, given)
+    loss_scale = 1.0 if accelerator.scaler is None else accelerator.scaler.get_scale()
     policy.zero_grad()  # of weights that the optimizer lacks, and of a step that failed
     micro_batches = _listed(micro_batches)
     sums = Sums(accelerator, policy, micro_batches, weightings)
@@ -307,14 +309,29 @@ def train_step(
     if taken:
         optimizer.step()
     elif accelerator.scaler is not None:
-        accelerator.scaler.update()  # in float16: lowers its scale
+        _update_scale(accelerator.scaler, overflowed=not math.isfinite(grad_norm))
     if not math.isfinite(grad_norm):
         not_finite([i for i, total in enumerate(totals) if not total.isfinite()])
     optimizer.zero_grad()
     trained_tokens = float(sum(len(batch.target) for batch in micro_batches))
     input_tokens = float(sum(_input_tokens(batch) for batch in micro_batches))
     metrics, counts = sums.means(tokens=trained_tokens, input_tokens=input_tokens)
-    return {**metrics, "grad_norm": grad_norm, **counts, "skipped": float(not taken)}
+    metrics |= {"grad_norm": grad_norm, **counts, "skipped": float(not taken)}
+    if accelerator.scaler is not None:
+        metrics["loss_scale"] = loss_scale
+    return metrics
+
+
+def _update_scale(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
+    """Set the scale of the loss for the next step, after one that was not taken.
+
+    An overflow lowers it on every rank: the scaler knows of those in this rank's shards alone.
+    """
+    state = scaler.state_dict()
+    scaler.update()
+    if overflowed and scaler.is_enabled():
+        lowered = state["scale"] * scaler.get_backoff_factor()
+        scaler.load_state_dict({**state, "scale": lowered, "_growth_tracker": 0})
 
 
 def _check_prepared(accelerator: Accelerator, policy: nn.Module, given: set[Tensor]) -> None:
@@ -429,7 +446,8 @@ def optimize(
             finite. Every rank calls it.
 
     Raises:
-        FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite.
+        FloatingPointError: after `PATIENCE` steps in a row whose gradient was not finite, without
+            those that overflow in float16 for the scale of a finite loss, as it is lowered then.
     """
     failures = 0
     stopwatch = Stopwatch(accelerator.device)
@@ -455,18 +473,43 @@ def optimize(
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             if not isinstance(schedule, AT_EVALUATION):
                 schedule.step()
-        failures = 0 if math.isfinite(metrics["grad_norm"]) else failures + 1
-        parts = describe(number - 1, not_finite) if failures else ""
-        if failures == PATIENCE:
-            raise FloatingPointError(
-                f"optimize: the gradient was not finite in {PATIENCE} steps in a row, the last one step {number}: "
-                f"lower the learning rate, or look for log-probs of -inf in the data; {parts}"
-            )
-        if failures and accelerator.is_main_process:
-            log.warning("step %d is skipped, as its gradient is not finite; %s", number, parts)
+        if math.isfinite(metrics["grad_norm"]):
+            failures = 0
+        elif _is_scaled_too_far(metrics):
+            if accelerator.is_main_process:
+                log.warning(
+                    "step %d is skipped, as its gradient overflows float16 at a loss scale of %g; "
+                    "the next has half of it",
+                    number,
+                    metrics["loss_scale"],
+                )
+        else:
+            failures += 1
+            parts = describe(number - 1, not_finite)
+            if failures == PATIENCE:
+                raise FloatingPointError(_not_finite_message(number, metrics, parts))
+            if accelerator.is_main_process:
+                log.warning("step %d is skipped, as its gradient is not finite; %s", number, parts)
         seconds = time.perf_counter() - began
         metrics |= {"learning_rate": learning_rate, "seconds": seconds}
         yield StepResult(number, metrics, stopwatch.seconds())
+
+
+def _is_scaled_too_far(metrics: Mapping[str, float]) -> bool:
+    """True if a gradient that is not finite may be so for the scale of the loss, which a lower one
+    mends. All ranks agree.
+    """
+    return metrics.get("loss_scale", 1.0) > 1 and math.isfinite(metrics["loss"])
+
+
+def _not_finite_message(number: int, metrics: Mapping[str, float], parts: str) -> str:
+    in_float16 = ""
+    if "loss_scale" in metrics:
+        in_float16 = "; numbers beyond 65504 overflow in float16: set dtype to bfloat16 or float32"
+    return (
+        f"optimize: the gradient was not finite in {PATIENCE} steps in a row, the last one step {number}: "
+        f"lower the learning rate, or look for log-probs of -inf in the data{in_float16}; {parts}"
+    )
 
 
 @torch.no_grad()

@@ -46,4 +46,5 @@ def on_two_ranks(module, *arguments):
 law_on_ranks = on_two_ranks("law", "offline")
 law_online_on_ranks = on_two_ranks("law", "online")
 law_bfloat16_on_ranks = on_two_ranks("law", "bfloat16")
+law_float16_on_ranks = on_two_ranks("law", "float16")
 heads_on_ranks = on_two_ranks("wrapped")

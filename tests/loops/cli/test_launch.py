@@ -184,6 +184,7 @@ PARALLEL = f"{FSDP} --fsdp_version 2 --use_parallelism_config --parallelism_conf
         (f"{PARALLEL} --parallelism_config_cp_size 2 --parallelism_config_sp_size 2",
          {"parallel": {"dp_shard_size": 2, "cp_size": 4}}),
         ("accelerate launch --num_processes 8 --mixed_precision bf16", {"dtype": "bfloat16"}),
+        ("accelerate launch --num_processes 8 --mixed_precision fp16", {"dtype": "float16"}),
     ],
 )  # fmt: skip
 def test_flags_of_a_launcher_shard_as_they_say(launcher, expected):
@@ -207,7 +208,7 @@ def test_flags_of_a_launcher_shard_as_they_say(launcher, expected):
         ("accelerate launch --use_megatron_lm dpo.py", "use_megatron_lm", "Megatron-LM is not used"),
         ("accelerate launch --tpu dpo.py", "tpu", "no TPUs"),
         ("accelerate launch --dynamo_backend inductor dpo.py", "dynamo_backend", "uncompiled"),
-        ("accelerate launch --mixed_precision fp16 dpo.py", "mixed_precision", "there is no float16 with loss scaling"),
+        ("accelerate launch --mixed_precision fp8 dpo.py", "mixed_precision", "there is no fp8"),
         ("accelerate launch --num_processes 8 --no_such_flag 1 dpo.py", "no_such_flag", "no field 'no_such_flag'"),
     ],
 )  # fmt: skip
@@ -274,10 +275,6 @@ def test_keys_of_trl_shard_over_the_ranks_that_were_started(keys, expected, tmp_
         (
             {"deepspeed": {"optimizer": {"type": "AdamW"}}},
             "deepspeed: its optimizer is DeepSpeed's own",
-        ),
-        (
-            {"deepspeed": {"fp16": {"enabled": True}}},
-            "mixed_precision: there is no float16 with loss scaling",
         ),
     ],
 )

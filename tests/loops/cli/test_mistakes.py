@@ -140,7 +140,11 @@ EARLY = [
     ("dpo", ["--lora", "{r: -1}"], "lora.r: must be >= 0, got -1"),
     ("dpo", ["--optimizer_kwargs", "fast"], "optimizer_kwargs: wanted a mapping .*, got 'fast'"),
     ("dpo", ["--defaults", "tlr"], "defaults: wanted trl, or nothing for burnish's own, got tlr"),
-    ("dpo", ["--fp16"], "fp16: there is no float16 with loss scaling.*give dtype instead"),
+    (
+        "dpo",
+        ["--fp16", "--bf16"],
+        "fp16: bf16 is true as well; give one of them.*give dtype instead",
+    ),
     ("dpo", ["--gradient_accumulation_steps", "2", "--batch_size", "3"], "batch_size: given twice"),
     (
         "dpo",

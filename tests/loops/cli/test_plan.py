@@ -63,6 +63,7 @@ MORE = {
             "quantize_kwargs": {"bnb_4bit_use_double_quant": True},
         },
     ),
+    "sft, LoRA, float16": ("sft", "texts", {"dtype": "float16", "lora": {"r": 8}}),
     "online_dpo, ahead": ("online_dpo", "prompts", {**ONLINE, "group_size": 2, "max_staleness": 1}),
     "ppo, LoRA": (
         "ppo",

@@ -257,7 +257,7 @@ def test_a_field_that_is_given_in_both_vocabularies_is_refused(burnish, file, fl
 def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
     file = {
         **MINIMAL,
-        "fp16": True,
+        "fp16_full_eval": True,
         "torch_compile": True,
         "optim": "lomo",
         "per_device_batch": 3,
@@ -267,7 +267,7 @@ def test_all_that_is_wrong_in_a_file_stands_in_one_message(burnish):
     assert status == 2
     assert err.startswith("burnish dpo: 5 mistakes\n") and len(err.splitlines()) == 7
     for words in (
-        "fp16: ",
+        "fp16_full_eval: ",
         "torch_compile: ",
         "optim: ",
         "no field 'learning_rat', did you mean 'learning_rate'?",

@@ -554,6 +554,14 @@ TWO_DEVICES = {
         ),
         ("dpo", {"mixed_precision": "bf16", "bf16": False}, {"dtype": "bfloat16"}),
         ("dpo", {"mixed_precision": "no"}, {}),
+        ("dpo", {"mixed_precision": "fp16"}, {"dtype": "float16"}),
+        ("dpo", {"mixed_precision": "fp16", "bf16": False}, {"dtype": "float16"}),
+        ("dpo", {"mixed_precision": "fp16", "bf16": True}, {"dtype": "bfloat16"}),
+        ("dpo", {"mixed_precision": "bf16", "fp16": True}, {"dtype": "float16"}),
+        ("sft", {"fp16": True, "bf16": False}, {"dtype": "float16"}),
+        ("sft", {"fp16": True, "torch_dtype": "float16"}, {"dtype": "float16"}),
+        ("sft", {"torch_dtype": "float16"}, {"dtype": "float16"}),
+        ("sft", {"torch_dtype": "float16", "bf16": True}, {"dtype": "bfloat16"}),
         (
             "sft",
             {"save_strategy": "steps", "save_steps": 0.25, "max_steps": 10},
@@ -848,8 +856,8 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "given", "words"),
     [
-        ("sft", {"fp16": True}, "fp16.*float16.*give dtype"),
-        ("sft", {"torch_dtype": "float16"}, "torch_dtype.*float16"),
+        ("sft", {"fp16": True, "bf16": True}, "fp16: bf16 is true as well.*give dtype"),
+        ("sft", {"torch_dtype": "int8"}, "torch_dtype: there is no int8"),
         ("sft", {"num_train_epochs": 0.5}, "num_train_epochs: 0.5 is a part.*steps"),
         (
             "sft",
@@ -868,13 +876,8 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ),
         (
             "sft",
-            {"mixed_precision": "fp16"},
-            "mixed_precision: there is no float16 with loss scaling",
-        ),
-        (
-            "sft",
             {"mixed_precision": "fp8"},
-            "mixed_precision: there is no fp8; there are bfloat16 and float32",
+            "mixed_precision: there is no fp8; there are bfloat16, float16 and float32",
         ),
         ("sft", {"lr_scheduler_type": "cosinus"}, "'cosinus' is none of linear, cosine"),
         (

@@ -546,16 +546,19 @@ ADAPTERS, WHOLE = {"lora": Lora(r=2)}, {"weights_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
-    ("make", "fields"),
-    [(make_model, ADAPTERS), (make_model, WHOLE), (routed, WHOLE)],
-    ids=["adapters", "whole", "routed"],
+    ("make", "fields", "dtype"),
+    [
+        (make_model, ADAPTERS, "bfloat16"),
+        (make_model, WHOLE, "bfloat16"),
+        (routed, WHOLE, "bfloat16"),
+        (make_model, ADAPTERS, "float16"),
+    ],
+    ids=["adapters", "whole", "routed", "adapters, float16"],
 )
-def test_a_model_in_memory_has_the_precision_of_one_that_is_loaded(make, fields, tmp_path):
+def test_a_model_in_memory_has_the_precision_of_one_that_is_loaded(make, fields, dtype, tmp_path):
     make(dtype=torch.float32).save_pretrained(tmp_path)
-    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    settings = Common(
-        model=make(dtype=torch.float32), data="", output="", dtype="bfloat16", **fields
-    )
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    settings = Common(model=make(dtype=torch.float32), data="", output="", dtype=dtype, **fields)
     model = load_model(settings)
     model = model.get_base_model() if "lora" in fields else model
     tensors = {name.replace("base_layer.", ""): tensor for name, tensor in model.named_parameters()}
@@ -563,6 +566,17 @@ def test_a_model_in_memory_has_the_precision_of_one_that_is_loaded(make, fields,
     for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
         assert tensors[name].dtype == tensor.dtype, name
         assert torch.equal(tensors[name], tensor), name
+
+
+def test_a_frozen_weight_that_float16_can_not_hold_is_named():
+    model = make_model(dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight[3, 2] = 1e5
+    settings = Common(model=model, data="", output="", dtype="float16", **ADAPTERS)
+    with pytest.raises(
+        ValueError, match=r"^dtype: lm_head\.weight of the model has numbers beyond 65504"
+    ):
+        load_model(settings)
 
 
 def test_a_saved_model_keeps_in_float32_what_transformers_does(start, tmp_path):

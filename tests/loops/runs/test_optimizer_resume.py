@@ -21,6 +21,8 @@ RUNS = {
     "schedule-free adamw": SCHEDULE_FREE,
     "bfloat16 weights by chance": BFLOAT16,
     "bfloat16 weights, compensated, in 8 bits": {**BFLOAT16, "rounding": "compensated", "optimizer": "adamw_8bit"},
+    "float16": {"dtype": "float16"},
+    "float16, schedule-free adamw": {**SCHEDULE_FREE, "dtype": "float16"},
     "noise on embeddings": {"neftune_noise_alpha": 5.0, "gradient_checkpointing": "selective"},
     "a schedule by evaluations": {"schedule": "reduce_lr_on_plateau", "schedule_kwargs": {"patience": 0, "factor": 0.5,
                                   "threshold": 1.0}},
@@ -30,6 +32,10 @@ LATER = {
     "lion": {"optimizer": "lion"},
     "paged adamw in 8 bits": {"optimizer": "paged_adamw_8bit"},
     "nadam": {"optimizer": "nadam"},
+    "float16, adamw in 8 bits": {"dtype": "float16", "optimizer": "adamw_8bit"},
+    "float16, muon": {"dtype": "float16", "optimizer": "muon"},
+    "float16, offloaded": {"dtype": "float16", "offload_optimizer": True},
+    "float16, adapters": {"dtype": "float16", "lora": {"r": 4}},
     "adamw of torchao in 4 bits": {"optimizer": "adamw_torch_4bit"},
 }
 

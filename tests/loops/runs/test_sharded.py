@@ -366,13 +366,16 @@ def test_the_precision_that_a_launcher_asks_for_is_that_of_the_run(monkeypatch):
         SimpleNamespace(num_processes=1, print=print),
         {"model": "", "data": "", "output": ""},
     )
-    for launched, computed in (("bf16", "bfloat16"), ("no", "bfloat16"), ("no", "float32")):
+    agreed = (("bf16", "bfloat16"), ("fp16", "float16"), ("no", "bfloat16"), ("no", "float32"))
+    for launched, computed in agreed:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
         check_ranks(SFT(**start, dtype=computed), ranks)
     for launched, computed in (("bf16", "float32"), ("fp16", "float32"), ("fp8", "bfloat16")):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+        wanted = {"fp16": "float16"}.get(launched, "bfloat16")
         with pytest.raises(
-            ValueError, match=f"^dtype: accelerate launch asks for {launched}, got {computed}; pass"
+            ValueError,
+            match=f"^dtype: accelerate launch asks for {launched}, got {computed}; pass --dtype {wanted}",
         ):
             check_ranks(SFT(**start, dtype=computed), ranks)
 

@@ -4,7 +4,8 @@ do.
 
 import pytest
 import torch
-from sharded import assert_same_end, runs_on
+from safetensors.torch import load_file
+from sharded import assert_same_end, last_metrics, runs_on
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="this torch can't register devices from Python"
@@ -51,6 +52,33 @@ def test_runs_on_the_device_end_where_those_on_the_cpu_do(world, names, tmp_path
     expected = runs_on(tmp_path_factory, names, *world)
     for name in names:
         assert_same_end(expected / name, runs / name)
+
+
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        pytest.param((2, 2), "sft_float16", id="shards"),
+        pytest.param((1, 1), "dpo_float16", marks=slow, id="one"),
+        pytest.param((2, 1), "dpo_float16", marks=slow, id="copies"),
+        pytest.param((2, 1, 2), "sft_float16", marks=slow, id="layers split"),
+    ],
+)
+def test_runs_in_float16_on_the_device_end_as_near_to_float32_as_on_the_cpu(
+    world, name, tmp_path_factory
+):
+    recipe = name.removesuffix("_float16")
+    exact = runs_on(tmp_path_factory, (recipe,), dtype="float32") / recipe
+    on_device = runs_on(tmp_path_factory, (name,), *world, module="rank_on_standin") / name
+    on_cpu = runs_on(tmp_path_factory, (name,), *world) / name
+
+    def error(run):
+        pair = [load_file(each / "model/model.safetensors") for each in (run, exact)]
+        return torch.stack([(pair[0][key] - pair[1][key]).norm() for key in pair[1]]).norm()
+
+    # the two round other products of a layer
+    assert 0 < error(on_device) <= 2 * error(on_cpu)
+    for run in (on_device, on_cpu):
+        assert last_metrics(run)["skipped"] == 0 and last_metrics(run)["loss_scale"] == 2.0**16
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(settings))

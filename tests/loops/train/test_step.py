@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState, PartialState
 from burnish.loops.batch import collate, pair_mean, token_mean
 from burnish.loops.config import Common
 from burnish.loops.models.policy import Policy
-from burnish.loops.runs.context import open_accelerator
+from burnish.loops.runs.context import open_accelerator, scale_loss
 from burnish.loops.train.losses import Term, compose, policy_tensors
 from burnish.loops.train.step import PATIENCE, evaluate, optimize, train_step
 from burnish.objectives import nll
@@ -246,15 +246,95 @@ def test_what_a_failed_step_left_is_not_part_of_the_next(policy):
     assert again["grad_norm"] == alone["grad_norm"]
 
 
-def test_an_overflow_in_float16_lowers_the_scale_and_training_goes_on(policy):
+@pytest.fixture
+def in_float16():
+    """An accelerator whose loss has a scale of 4."""
     AcceleratorState._reset_state()
-    accelerator = Accelerator(mixed_precision="fp16")
-    # as on a GPU
-    accelerator.scaler, accelerator.native_amp = torch.amp.GradScaler("cpu", init_scale=4.0), True
-    prepared, optimizer = accelerator.prepare(policy, sgd(policy))
-    assert once(prepared, poisoned, accelerator=accelerator, optimizer=optimizer)["skipped"] == 1
-    assert accelerator.scaler.get_scale() == 2.0
-    assert once(prepared, accelerator=accelerator, optimizer=optimizer)["skipped"] == 0
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    scale_loss(accelerator)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    yield accelerator
+    AcceleratorState._reset_state()
+
+
+def test_an_overflow_in_float16_lowers_the_scale_and_training_goes_on(policy, in_float16):
+    prepared, optimizer = in_float16.prepare(policy, sgd(policy))
+    known = {"accelerator": in_float16, "optimizer": optimizer}
+    overflowed = once(prepared, poisoned, **known)
+    assert (overflowed["skipped"], overflowed["loss_scale"]) == (1, 4.0)
+    assert in_float16.scaler.get_scale() == 2.0
+    taken = once(prepared, **known)
+    assert (taken["skipped"], taken["loss_scale"]) == (0, 2.0)
+
+
+def test_the_scale_of_the_loss_is_off_the_gradient_before_it_is_clipped(in_float16):
+    batch, norms = collate(make_examples(2, completions=1)), []
+    for scale in (1.0, 2.0**10):
+        in_float16.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        policy = Policy(make_model("llama", dtype=torch.float32))
+        prepared, optimizer = in_float16.prepare(policy, sgd(policy, 1.0))
+        before = [each.detach().clone() for each in policy.parameters()]
+        metrics = train_step(
+            in_float16, prepared, optimizer, [batch], NLL, EXPRESSION, max_grad_norm=0.5
+        )
+        steps = [a - b.detach() for a, b in zip(before, policy.parameters(), strict=True)]
+        assert float(torch.nn.utils.get_total_norm(steps)) == pytest.approx(0.5, rel=1e-3)
+        norms.append(metrics["grad_norm"])
+        in_float16.free_memory()
+    # small gradients of float16 are lost without a scale
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2) and norms[0] > 0.5
+
+
+def overflowing(policy, batch):
+    """Its loss is finite, and its gradient is not in float16."""
+    loss, stats = NLL(policy, batch)["nll"]
+    return {"nll": (loss * 1e36, stats)}
+
+
+def test_overflows_of_the_scale_are_told_and_no_failures_until_it_is_at_1(in_float16, caplog):
+    policy = Policy(make_model("llama", dtype=torch.float32))
+    in_float16.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**PATIENCE * 2)
+    prepared, optimizer = in_float16.prepare(policy, sgd(policy))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    batches = [collate(make_examples(2, completions=1))]
+    taken = []
+    with pytest.raises(FloatingPointError, match=r"in float16: set dtype to bfloat16 or float32"):
+        for step in optimize(
+            prepared,
+            lambda step: batches,
+            overflowing,
+            EXPRESSION,
+            accelerator=in_float16,
+            optimizer=optimizer,
+            schedule=schedule,
+            steps=100,
+        ):
+            taken.append(step.metrics)
+    scales = [metrics["loss_scale"] for metrics in taken]
+    assert scales[: PATIENCE + 1] == [2.0 ** (PATIENCE + 1 - i) for i in range(PATIENCE + 1)]
+    assert len(taken) == PATIENCE + 1 + PATIENCE - 1
+    assert all(metrics["skipped"] for metrics in taken)
+    rates = [metrics["learning_rate"] for metrics in taken]
+    assert rates == pytest.approx([0.1 / (1 + i) for i in range(len(taken))])
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0] == (
+        "step 1 is skipped, as its gradient overflows float16 at a loss scale of 64; the next has half of it"
+    )
+
+
+@pytest.mark.parametrize("kind", ["copies", "shards", "split"])
+def test_ranks_agree_on_an_overflow_that_one_of_them_has(kind, tmp_path):
+    outcomes = run_forked(2, "rank_overflow", str(tmp_path), kind)
+    assert [status for status, _ in outcomes] == [0, 0], outcomes
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert first["metrics"] == second["metrics"]
+    assert first["scaler"] == second["scaler"]
+    assert [each["skipped"] for each in first["metrics"]] == [0, 1, 0, 0]
+    assert [each["loss_scale"] for each in first["metrics"]] == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    assert first["scaler"]["_growth_tracker"] == 2
+    for rank in (first, second):
+        assert torch.equal(rank["weights"][0], rank["weights"][1])
+        assert not torch.equal(rank["weights"][1], rank["weights"][2])
 
 
 def test_a_schedule_that_accelerate_has_prepared_takes_one_step_on_two_ranks(policy, monkeypatch):

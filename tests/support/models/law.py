@@ -36,7 +36,7 @@ from burnish.loops.rl.context import RLContext
 from burnish.loops.rollouts.replay import ReplaySource
 from burnish.loops.rollouts.sample import Context, Sample, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
-from burnish.loops.runs.context import RunContext
+from burnish.loops.runs.context import RunContext, scale_loss
 from burnish.loops.runs.feed import Feed
 from burnish.loops.runs.reference import frozen
 from burnish.loops.train.losses import (
@@ -71,6 +71,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 EXACT = 1e-12
 UNIT = 2.0**-8  # roundoff of bfloat16: half of the distance from 1 to the next number
+UNITS = {torch.bfloat16: UNIT, torch.float16: 2.0**-11}
 EXAMPLES = 9
 PAIRS = {
     "dpo": {"dpo": 1.0},
@@ -87,7 +88,7 @@ PAIRS = {
     },
 }
 SCORERS = ("reward", "ties", "degrees", "regression", "histogram", "ranking", "prm")
-IN_BFLOAT16 = (
+IN_SIXTEEN_BITS = (
     "sft",
     "dpo",
     "histogram",
@@ -97,6 +98,7 @@ IN_BFLOAT16 = (
     "optimal_token",
     "grpo_contexts",
 )
+IN_FLOAT16 = ("sft", "grpo")
 RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "skewed", "ppo")
 
 GROUPS, ANSWERS, LONGEST = 5, 3, 8
@@ -481,14 +483,15 @@ _OF_THE_SAMPLER = ("sampling/seconds", "sampling/retries")
 
 @contextmanager
 def numbers(dtype):
-    """Whole steps in this dtype; in bfloat16 forward passes are under autocast and weights in
+    """Whole steps in this dtype; in 16 bits forward passes are under autocast and weights in
     float32, as in runs.
     """
-    before, mixed = torch.get_default_dtype(), dtype is torch.bfloat16
+    before, mixed = torch.get_default_dtype(), dtype in UNITS
     torch.set_default_dtype(torch.float32 if mixed else dtype)
     AcceleratorState._reset_state()
     # all that follow are like the first
-    Accelerator(cpu=True, mixed_precision="bf16" if mixed else "no")
+    kinds = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+    Accelerator(cpu=True, mixed_precision=kinds.get(dtype, "no"))
     try:
         yield
     finally:
@@ -498,6 +501,8 @@ def numbers(dtype):
 
 def one_step(name, layout, micro_tokens, shards=1):
     accelerator = Accelerator(cpu=True)
+    if accelerator.mixed_precision == "fp16":
+        scale_loss(accelerator)
     mesh = None if shards == 1 else init_device_mesh("cpu", (shards,))
     if name in ONLINE:
         config = replace(ONLINE[name], micro_tokens=micro_tokens)
@@ -545,9 +550,9 @@ def assert_same(result, expected):
     torch.testing.assert_close(gradient, expected["gradient"], rtol=EXACT, atol=EXACT)
 
 
-def assert_same_in_bfloat16(result, whole, exact):
-    """Agreement of a split of a step with the ``whole`` of it, as far as bfloat16 goes; ``exact``
-    is it in float64.
+def assert_same_but_rounded(result, whole, exact, unit):
+    """Agreement of a split of a step with the ``whole`` of it, as far as numbers of 16 bits with
+    this roundoff go; ``exact`` is it in float64.
 
     Two gradients whose roundings have nothing in common, each as far from the exact one as that of
     the whole step, would be √2 times as far from each other. What has nothing to do with the
@@ -557,25 +562,26 @@ def assert_same_in_bfloat16(result, whole, exact):
     error = (whole["gradient"] - exact["gradient"]).norm()
     assert (gradient - whole["gradient"]).norm() <= math.sqrt(2) * error
     metrics, expected = result["metrics"], whole["metrics"]
-    assert metrics.keys() == expected.keys() == exact["metrics"].keys()
-    assert metrics["loss"] == pytest.approx(expected["loss"], abs=3 * rounding_of_the_loss(exact))
-    for name, value in expected.items():
-        if value == exact["metrics"][name] and name != "ratio":
+    assert metrics.keys() == expected.keys()
+    assert expected.keys() - {"loss_scale"} == exact["metrics"].keys()
+    rounding = unit / UNIT * rounding_of_the_loss(exact)
+    assert metrics["loss"] == pytest.approx(expected["loss"], abs=3 * rounding)
+    for name, value in exact["metrics"].items():
+        if value == expected[name] and name != "ratio":
             assert metrics[name] == pytest.approx(value, rel=EXACT, abs=EXACT), name
 
 
-def assert_rounded_once(whole, exact):
-    """Nothing but bfloat16 is between the whole step and it in float64: each linear map rounds once
-    each way.
+def assert_rounded_once(whole, exact, unit):
+    """Nothing but numbers of 16 bits with this roundoff is between the whole step and it in
+    float64: each linear map rounds once each way.
 
     There are four in sequence in each of the two layers, and the head. Roundings are independent,
-    so that their squares add: UNIT √(2·9) of the gradient's norm.
+    so that their squares add: unit √(2·9) of the gradient's norm.
     """
     error = (whole["gradient"] - exact["gradient"]).norm()
-    assert 0.1 * UNIT < error / exact["gradient"].norm() <= math.sqrt(18) * UNIT
-    assert whole["metrics"]["loss"] == pytest.approx(
-        exact["metrics"]["loss"], abs=3 * rounding_of_the_loss(exact)
-    )
+    assert 0.1 * unit < error / exact["gradient"].norm() <= math.sqrt(18) * unit
+    rounding = unit / UNIT * rounding_of_the_loss(exact)
+    assert whole["metrics"]["loss"] == pytest.approx(exact["metrics"]["loss"], abs=3 * rounding)
 
 
 def assert_as_near(result, peer, exact):
@@ -603,7 +609,8 @@ def rounding_of_the_loss(exact):
 KINDS = {
     "offline": (RECIPES, torch.float64, (("packed", 30), ("padded", 1), ("shared", 60, 2))),
     "online": (tuple(ONLINE), torch.float64, (("shared", 30), ("padded", 1), ("packed", 60, 2))),
-    "bfloat16": (IN_BFLOAT16, torch.bfloat16, (("padded", 30), ("shared", 40, 2))),
+    "bfloat16": (IN_SIXTEEN_BITS, torch.bfloat16, (("padded", 30), ("shared", 40, 2))),
+    "float16": (IN_FLOAT16, torch.float16, (("padded", 30), ("shared", 40, 2))),
 }
 
 

@@ -10,9 +10,11 @@ registers the device, for the rest of the process.
 import os
 import weakref
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from accelerate.state import DistributedType, PartialState
 from torch import nn
 from torch._C import (
@@ -79,7 +81,7 @@ class Module(_DummyBackendModule):
         return getattr(torch.cpu, name)
 
     def get_amp_supported_dtype(self):
-        return [torch.bfloat16]
+        return [torch.bfloat16, torch.float16]
 
 
 _setup_privateuseone_for_python_backend("standin", Module())
@@ -290,6 +292,13 @@ def choose(state, *_):
     return ("standin", DistributedType.MULTI_CPU) if several else (None, DistributedType.NO)
 
 
+def open_accelerator(accelerator, *arguments, original=Accelerator.__init__, **options):
+    """Accelerate refuses float16 on devices that it does not know; a CPU it leaves to the caller."""
+    with patch.object(Accelerator, "device", torch.device("cpu")):
+        original(accelerator, *arguments, **options)
+
+
+Accelerator.__init__ = open_accelerator
 torch.Generator = Generator
 torch.UntypedStorage.clone = lambda storage, original=torch.UntypedStorage.clone: clone(
     original, storage

@@ -69,6 +69,7 @@ ON_RANKS = (
     {"optimizer": "adamw_8bit"},
     {"optimizer": "schedule_free_adamw", "schedule": "constant"},
     {"dtype": "bfloat16", "weights_dtype": "bfloat16", "optimizer": "muon"},
+    {"dtype": "float16"},
 )
 
 

@@ -82,6 +82,8 @@ RUNS = {
     "distill": (open_distill, Distill, "messages", {"teacher": Teacher(model="teacher")}),
     "sft_bfloat16": (open_sft, SFT, "messages", {"model": "bfloat16", "dtype": "bfloat16"}),
     "dpo_bfloat16": (open_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "bfloat16"}),
+    "sft_float16": (open_sft, SFT, "messages", {"dtype": "float16"}),
+    "dpo_float16": (open_dpo, DPO, "pairs", {"dtype": "float16"}),
     "sft_float32": (open_sft, SFT, "messages", {"model": "bfloat16", "dtype": "float32"}),
     "dpo_float32": (open_dpo, DPO, "pairs", {"model": "bfloat16", "dtype": "float32"}),
     "distill_top_k": (
@@ -257,7 +259,10 @@ def measured():
 def _in_full_precision(norm, hidden):
     """transformers computes it in float32, in which the roundings of two splits may differ. Under
     autocast the weight is rounded, as it is where it is gathered from shards."""
-    rounded = norm.weight.bfloat16() if torch.is_autocast_enabled("cpu") else norm.weight
+    device = hidden.device.type
+    rounded = norm.weight
+    if torch.is_autocast_enabled(device):
+        rounded = rounded.to(torch.get_autocast_dtype(device))
     return torch.nn.functional.rms_norm(
         hidden, norm.weight.shape, rounded.to(hidden.dtype), norm.variance_epsilon
     )
