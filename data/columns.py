@@ -630,12 +630,12 @@ def _value(value: object, name: str) -> PlainOrChat:
     if isinstance(value, list):
         messages = []
         for number, message in enumerate(value, 1):
-            messages.append(_message(message, f"'{name}' message {number}"))
+            messages.append(read_message(message, f"'{name}' message {number}"))
         return messages
     return _of_type(str, value, f"'{name}'", "text or a list of {role, content}")
 
 
-def _message(record: object, at: str) -> Message:
+def read_message(record: object, at: str) -> Message:
     """Read a message of TRL's, OpenAI's or ShareGPT's as {role, content, ...}.
 
     Its keys `tool_calls` and `train` are checked, too; all others are the chat template's.

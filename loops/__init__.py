@@ -9,6 +9,7 @@ rollouts/           completions that the policy samples, by itself or on a vLLM 
                     of a trainer
 rewards/            functions that score completions; one table of scores per rollout
 environments/       multi-turn environments
+agents/             agents that ask the policy over OpenAI's Chat Completions
 rl/                 rollout buffer, the context of online runs, and what policy-gradient recipes
                     share
 recipes/            settings, losses and, online, advantages: copy one and edit it

@@ -1,9 +1,10 @@
 """Whose code a configuration runs, and a look at what it names before any of it is called.
 
-A configuration names code as ``module:object``: rewards, environments, tools, losses, an optimizer.
-Importing a module runs it, so the names are checked first: nothing of Python's standard library is
-what a configuration may name, and under ``--no_code`` nothing but burnish's own. What was found
-must be defined where it was looked for, so that a module does not lend what it has merely imported.
+A configuration names code as ``module:object``: rewards, environments, agents, tools, losses, an
+optimizer. Importing a module runs it, so the names are checked first: nothing of Python's standard
+library is what a configuration may name, and under ``--no_code`` nothing but burnish's own. What was
+found must be defined where it was looked for, so that a module does not lend what it has merely
+imported.
 """
 
 import importlib.util
@@ -102,6 +103,7 @@ def code_names(config: object) -> Iterator[tuple[str, str]]:
         "loss": _names(getattr(config, "loss", None)),
         "reward": _rewards(getattr(config, "rewards", None)),
         "environment": _names(environment),
+        "agent": _names(getattr(config, "agent", None)),
         "tool": _tools(environment),
     }
     for setting, names in named.items():
@@ -145,17 +147,27 @@ def check_names(config: object) -> None:
     """Check all names of a configuration before anything is imported, as `check_module` does.
 
     Raises:
-        ValueError: as `check_module` does; under ``--no_code`` also for settings of a vLLM server
-            that could run code.
+        ValueError: as `check_module` does; under ``--no_code`` also for an agent that is a program,
+            and for settings of a vLLM server that could run code.
     """
     for setting, name in code_names(config):
         check_module(f"{setting} {name}", module_of(name))
     if not os.environ.get(_VARIABLE):
         return
-    for setting, named in _server_code(config):
+    for setting, named in _programs(config):
         raise ValueError(
             f"{setting}: refused ({named}), as it could run code and --no_code was given"
         )
+
+
+def _programs(config: object) -> Iterator[tuple[str, str]]:
+    """Yield settings that start programs which could run code, and what of them could."""
+    agent = getattr(config, "agent", None)
+    if isinstance(agent, Mapping) and "process" in agent:
+        settings = agent["process"]
+        command = settings.get("command") if isinstance(settings, Mapping) else settings
+        yield "agent.process", str(command)
+    yield from _server_code(config)
 
 
 def _server_code(config: object) -> Iterator[tuple[str, str]]:
@@ -188,7 +200,7 @@ def whose_code(config: object) -> str:
     """Say in one line whose code a configuration runs besides burnish's; nothing is imported."""
     packages = {package_of(module_of(name)) for _, name in code_names(config)} - {_BURNISH}
     sources = [_source(package) for package in sorted(packages)]
-    sources += [f"{setting} ({named})" for setting, named in _server_code(config)]
+    sources += [f"{setting} ({named})" for setting, named in _programs(config)]
     if not sources:
         return "this configuration runs no code but burnish's own"
     return f"this configuration runs code of: {', '.join(sources)}"

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,10 @@ _PACKAGES = ("burnish", "torch", "triton", "transformers", "accelerate", "datase
 # Environment variables that say how processes were started; all others may be private.
 _LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
            "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "TRITON_INTERPRET", "HF_HUB_OFFLINE")  # fmt: skip
+# Names of variables by which a process knows that it is a rank, as launchers set them.
+_OF_RANKS = re.compile(
+    "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
+)
 _ROOT = Path(__file__).parents[1]
 
 
@@ -29,6 +34,13 @@ def versions() -> dict[str, str]:
 def launch_variables() -> dict[str, str]:
     """The environment variables that say how the processes were started."""
     return {name: os.environ[name] for name in _LAUNCH if name in os.environ}
+
+
+def variables_of_no_rank() -> dict[str, str]:
+    """The environment variables without those that say which rank this process is, for a program
+    that is started and is none.
+    """
+    return {name: value for name, value in os.environ.items() if not _OF_RANKS.match(name)}
 
 
 @cache

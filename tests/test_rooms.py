@@ -26,6 +26,7 @@ FLOORS = [
     {"rollouts", "train"},
     {"rollouts/local", "rollouts/vllm", "rewards", "runs"},
     {"environments"},
+    {"agents"},
     {"rl"},
     {"recipes"},
     {"cli"},

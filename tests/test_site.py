@@ -15,7 +15,7 @@ import burnish
 import pytest
 import yaml
 from burnish import data, kernels, loops, objectives
-from burnish.loops import environments, rewards
+from burnish.loops import agents, environments, rewards
 
 ROOT = Path(__file__).parents[1]
 BUILDERS = ["zensical", "mkdocs"]
@@ -26,6 +26,7 @@ PUBLIC = {
     "burnish.loops": loops,
     "burnish.loops.rewards": rewards,
     "burnish.loops.environments": environments,
+    "burnish.loops.agents": agents,
 }
 needs_builders = pytest.mark.skipif(
     any(find_spec(name) is None for name in [*BUILDERS, "mkdocstrings"]),

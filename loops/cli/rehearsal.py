@@ -272,7 +272,7 @@ def _quantized_bytes(weight: torch.Tensor, config: Common) -> int:
 
 def _completion(config: OnlineConfig) -> int:
     """Tokens of the longest completion, or conversation."""
-    return config.max_tokens if config.environment is None else config.limits.tokens
+    return config.limits.tokens if config.converses else config.max_tokens
 
 
 def _largest(feed: Any, model: Policy) -> tuple[float, int, Batch]:

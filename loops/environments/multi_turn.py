@@ -420,10 +420,11 @@ def refuse_failing(source: object, samples: Sequence[Sample]) -> None:
     the first rollout.
     """
     failures = getattr(source, "failures", {})
+    who = getattr(source, "who", "environment")
     outcomes = [sample.info.get("environment_reward") for sample in samples]
     if failures and outcomes and all(outcome == "aborted" for outcome in outcomes):
         raise ValueError(
-            f"environment: it failed in all {len(samples)} conversations of the first rollout, so nothing can be "
+            f"{who}: it failed in all {len(samples)} conversations of the first rollout, so nothing can be "
             "learned; fix it, or see that what it needs is there. The first failure of each kind:\n"
             + "\n".join(failures.values())
         )

@@ -117,15 +117,23 @@ def turns_for(
     environment = make()
     schemas = getattr(environment, "schemas", None)
     run(close(environment))
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    hidden = sorted({OPEN, CLOSE, GEMMA_QUOTE} & (special | set(tokenizer.all_special_tokens)))
-    if schemas and hidden:  # completions are decoded without special tokens
-        raise ValueError(
-            f"tools: {hidden[0]} is a special token of this tokenizer, so it is missing from the text of "
-            "completions and no call would be seen as it is; add it as a token that is not special"
-        )
+    if schemas:
+        refuse_hidden_calls(tokenizer)
     encoder = Encoder(tokenizer, None, chat_template_kwargs or {})
     turns = ChatTurns(encoder, {"tools": schemas} if schemas else {})
     if schemas:
         turns.suffix([{"role": getattr(environment, "role", "tool"), "content": "a result"}])
     return turns
+
+
+def refuse_hidden_calls(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if the text of completions, decoded without special tokens, misses the tags
+    of tool calls.
+    """
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    hidden = sorted({OPEN, CLOSE, GEMMA_QUOTE} & (special | set(tokenizer.all_special_tokens)))
+    if hidden:
+        raise ValueError(
+            f"tools: {hidden[0]} is a special token of this tokenizer, so it is missing from the text of "
+            "completions and no call would be seen as it is; add it as a token that is not special"
+        )

@@ -23,9 +23,12 @@ from ...data import (
     example,
     load_data,
 )
+from ...data.chat import Encoder
 from ...data.columns import with_pictures
 from ...data.images import ImageRef
-from ..environments import MultiTurnSource, resolve_environment, turns_for
+from ..agents import AgentServer, AgentSource, resolve_agent
+from ..agents.source import Agent
+from ..environments import ChatTurns, MultiTurnSource, resolve_environment, turns_for
 from ..models.io import load_tokenizer
 from ..models.policy import Policy
 from ..redaction import resolved_data
@@ -178,6 +181,7 @@ def open_rl(
     config.refuse_contradictions()
     check_sampling(config)
     make = None if config.environment is None else resolve_environment(config.environment)
+    agent = None if config.agent is None else resolve_agent(config.agent)
     accelerator = open_accelerator(config)
     records = load_data(
         resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed
@@ -195,15 +199,9 @@ def open_rl(
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
     converse: Callable[..., RolloutSource] = RLContext.converse
     if make is not None:
-        # Without a template only environments that speak in token ids are understood.
-        turns = (
-            turns_for(make, run.tokenizer, config.chat_template_kwargs)
-            if run.tokenizer.chat_template
-            else None
-        )
-        if turns is not None:
-            run.end_with({turns.end})
-        converse = partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
+        converse = with_environments(run, make)
+    elif agent is not None:
+        converse = with_agents(run, agent)
 
     def row_of(task: int) -> Row:
         return rows(run.data[order(task)]["row"])
@@ -241,6 +239,8 @@ def _objection_to_images(config: OnlineConfig) -> str:
     """Why completions for prompts with images can't be sampled; "" if they can."""
     if config.environment is not None:
         return "an environment converses in text alone so far; leave it out"
+    if config.agent is not None:
+        return "an agent converses in text alone so far; leave it out"
     if config.source != "policy":
         return "the policy alone samples for images so far; set source to policy"
     return ""
@@ -260,9 +260,46 @@ def rows_for_rewards(parts: Sequence[Records]) -> Callable[[int], Row]:
     return row
 
 
+def with_environments(
+    run: RunContext[Policy], make: Callable[[], object]
+) -> Callable[..., RolloutSource]:
+    """Makes a source of conversations with environments, see `RLContext.converse`."""
+    config: OnlineConfig = run.config
+    # Without a template only environments that speak in token ids are understood.
+    turns = None
+    if run.tokenizer.chat_template:
+        turns = turns_for(make, run.tokenizer, config.chat_template_kwargs)
+        run.end_with({turns.end})
+    return partial(MultiTurnSource, make=make, turns=turns, limits=config.limits)
+
+
+def with_agents(run: RunContext[Policy], agent: Agent) -> Callable[..., RolloutSource]:
+    """Makes a source of conversations with agents, see `RLContext.converse`.
+
+    Raises:
+        ValueError: if there is no chat template, or it can't be followed turn by turn.
+    """
+    config: OnlineConfig = run.config
+    if not run.tokenizer.chat_template:
+        raise ValueError(
+            "agent: it speaks in messages, and the tokenizer has no chat template; pass one (--chat_template "
+            "file.jinja)"
+        )
+    turns = ChatTurns(Encoder(run.tokenizer, None, config.chat_template_kwargs or {}))
+    run.end_with({turns.end})
+    return partial(
+        AgentSource,
+        run=agent,
+        turns=turns,
+        limits=config.limits,
+        sampling=config.sampling,
+        server=AgentServer(config.agent_host),
+    )
+
+
 def encoder(config: OnlineConfig) -> Encode:
-    """The encoder of prompts; of rows, if an environment makes the prompts of them."""
-    return encode_prompts if config.environment is None else encode_rows
+    """The encoder of prompts; of rows, if an environment or an agent makes prompts of them."""
+    return encode_rows if config.converses else encode_prompts
 
 
 def open_rewards(

@@ -210,13 +210,20 @@ class OnlineConfig(Referenced, SamplingConfig):
     """The part of a longer prompt that is kept: its start, its end, or nothing (an error)."""
     rewards: RewardMix = field(default_factory=dict)
     """Reward functions and their weights: {math: 1.0, format: 0.2}, or your own as module:function,
-    from Python also the function; none is {environment: 1.0} where there is an environment. One
-    that returns None is left out of the sum; one that fails (raises, takes too long, returns NaN)
-    masks the completion.
+    from Python also the function; none is {environment: 1.0} where there is an environment or an
+    agent. One that returns None is left out of the sum; one that fails (raises, takes too long,
+    returns NaN) masks the completion.
     """
     environment: str | dict[str, dict[str, Any]] | None = None
     """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools:
     [calculator]}}, or your own as module:Environment; null for single completions."""
+    agent: str | dict[str, dict[str, Any]] | None = None
+    """Agent that asks the policy over OpenAI's Chat Completions, and returns a reward: your own as
+    module:function of (row, url, key), or a program, {process: {command: [python, agent.py]}};
+    null for none."""
+    agent_host: str = "127.0.0.1"
+    """Address of this machine at which agents ask; another one than the machine's own opens it to
+    the network, where the random key of each conversation alone guards it."""
     limits: Limits = field(default_factory=Limits)
     """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0
@@ -276,7 +283,11 @@ class OnlineConfig(Referenced, SamplingConfig):
                 f"minibatches: the {self.prompts_per_rollout} prompts of a rollout can't be shared by "
                 f"{self.minibatches} steps; raise prompts_per_rollout, or lower minibatches"
             )
-        if self.environment is None and not self.rewards:
+        if self.environment is not None and self.agent is not None:
+            yield "agent: a conversation is with an environment or with an agent; leave one of them out"
+        if self.agent is None and self.agent_host != OnlineConfig.agent_host:
+            yield "agent_host: there is no agent to ask; set agent, or leave it out"
+        if not self.converses and not self.rewards:
             yield (
                 "rewards: none is named, so nothing could be learned; give at least one, such as --rewards "
                 f"'{{exact_match: 1.0}}'. There are {', '.join(SHIPPED)}, or your own as module:function"
@@ -291,6 +302,11 @@ class OnlineConfig(Referenced, SamplingConfig):
     @property
     def longest(self) -> int | None:
         return self.max_prompt_length
+
+    @property
+    def converses(self) -> bool:
+        """True if completions are turns of a conversation, whose prompts are not the data's."""
+        return self.environment is not None or self.agent is not None
 
     @property
     def steps_per_rollout(self) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import httpx2
 
+from ...versions import variables_of_no_rank
 from ..source import SourceError, SourceLost
 from .plugin import burnish_vllm_files as plugin
 from .plugin import burnish_vllm_key
@@ -39,11 +40,6 @@ _log = logging.getLogger(__name__)
 _DYING = 3.0  # seconds that a server may take to end after it has stopped answering
 SHARE = 0.4
 """Share of a device's memory that vLLM takes beside a trainer on it."""
-# Variables of torchrun and accelerate for a rank; with them, another group over TCP would wait for
-# a store in vain.
-_OF_RANKS = (
-    "(RANK|WORLD_SIZE)$|(LOCAL|GROUP|ROLE|MASTER|TORCHELASTIC|ACCELERATE|FSDP|PARALLELISM_CONFIG)_"
-)
 
 # Patterns of a log: vLLM's processes fail one after the other, and only the first says why.
 # level, and text
@@ -174,14 +170,11 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        inherited = {}
-        for name, value in os.environ.items():
-            if not re.match(_OF_RANKS, name):
-                inherited[name] = value
         # In the environment, which other users can't read, and not among the arguments, which all
         # see in the list of processes.
         self._environment = {
-            **inherited,
+            # with those of a rank, another group over TCP would wait for a store in vain
+            **variables_of_no_rank(),
             **switches,
             **environment,
             burnish_vllm_key.VARIABLE: self.key,
