@@ -4,15 +4,18 @@ train, and their metrics are those that a run logs.
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import burnish
 import pytest
 from burnish.benchmarks.docs import curves, recipes
 from burnish.loops.recipes import RECIPES
+from burnish.loops.runs.trackers import RENAMED
 from tiny import save_model
 
 DOCS = Path(__file__).parents[1] / "docs"
+FROM_TRL = DOCS / "from-trl.md"
 NAMES = [name for name in RECIPES if name != "demo"]
 ONLINE = ("grpo", "rloo", "ppo", "online_dpo")
 SAMPLED = {"max_tokens": 4, "prompts_per_rollout": 2, "group_size": 2, "show_every": 0}
@@ -34,7 +37,7 @@ OF_BLOCK = {
 }
 # Further runs on the first block, for metrics that a setting brings.
 VARIANTS = {
-    "grpo": [{"beta": 0.1}],
+    "grpo": [{"beta": 0.1}, {"variant": "cispo"}, {"variant": "vespo"}],
     "distill": [{"on_policy": 1.0, "max_tokens": 4, "show_every": 0}],
 }
 
@@ -120,6 +123,43 @@ def test_the_metrics_of_a_page_are_those_that_a_run_logs(recipe, model):
         shared |= shared_metrics("grpo")
     assert own <= set.union(*found), "a metric of the page is not logged"
     assert set.union(*found) <= own | shared, "a metric is on no page"
+
+
+# The modules of TRL whose metrics a recipe logs.
+OF_TRL = {
+    "sft": "trainer.sft_trainer",
+    "dpo": "trainer.dpo_trainer",
+    "kto": "trainer.kto_trainer",
+    "reward": "trainer.reward_trainer",
+    "grpo": "trainer.grpo_trainer",
+    "rloo": "trainer.rloo_trainer",
+    "distill": "trainer.distillation_trainer",
+    "cpo": "experimental.cpo.cpo_trainer",
+    "orpo": "experimental.orpo.orpo_trainer",
+    "online_dpo": "experimental.online_dpo.online_dpo_trainer",
+}
+IN_TRACKERS_ALONE = {"epoch", "num_tokens"}
+
+
+def metrics_of_trl(recipe):
+    """The names in the assignments of a trainer of TRL to its metrics."""
+    root = Path(find_spec("trl").origin).parent
+    source = root.joinpath(*OF_TRL[recipe].split(".")).with_suffix(".py").read_text()
+    assigned = r'(?:_metrics\[mode\]|\bmetrics|\bstats|\blogs)\[f?"([\w/{}]+)"\](?:\.append|\s*=)'
+    names = {name.removeprefix("{prefix}") for name in re.findall(assigned, source)}
+    return {re.sub(r"\{\w+\}", "NAME", name) for name in names if not name.startswith("eval_")}
+
+
+@pytest.mark.parametrize("recipe", OF_TRL)
+def test_every_metric_of_trl_is_logged_or_has_its_row(recipe):
+    names = metrics_of_trl(recipe)
+    assert len(names) > 2
+    page = (DOCS / f"recipes/{recipe}.md").read_text()
+    ours = listed(section(page, "Metrics")) | shared_metrics(recipe)
+    ours |= listed((DOCS / "metrics.md").read_text()) if recipe in (*ONLINE, "distill") else set()
+    named = {RENAMED.get(name, name) for name in ours} | IN_TRACKERS_ALONE
+    told = set(re.findall(r"^\| `([\w/]+)`", section(FROM_TRL.read_text(), "Metrics"), flags=re.M))
+    assert names <= named | told, names - named - told
 
 
 def test_every_recipe_has_its_page_and_its_curves():

@@ -19,7 +19,15 @@ from ..runs.feed import Feed
 from ..runs.reference import Reference
 from ..runs.teacher import open_teacher
 from ..runs.training import Training
-from ..train.losses import ENTROPY, Term, columns_of, outputs_for, policy_tensors, tensors_needed
+from ..train.losses import (
+    ENTROPY,
+    Term,
+    columns_of,
+    logit_metrics,
+    outputs_for,
+    policy_tensors,
+    tensors_needed,
+)
 from ..train.mix import TOKEN_LOSSES, distillation, losses_of, parse_losses
 from ..train.step import sum_over_ranks
 from .settings import KTO
@@ -73,7 +81,8 @@ def kto_losses(config: KTO) -> dict[str, Term]:
     given.update(name for name, weight in weights.items() if weight != 1)
     losses = parse_losses(config.loss, shared, FEEDBACK_LOSSES, of="desirable", given=given)
     config.teacher.check(needed="divergence" in tensors_needed(losses))
-    return {**losses, **feedback_metrics(config.beta), **ENTROPY}
+    logits = logit_metrics("desirable", "undesirable")
+    return {**losses, **feedback_metrics(config.beta), **logits, **ENTROPY}
 
 
 @dataclass

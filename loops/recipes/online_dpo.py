@@ -6,6 +6,7 @@ rewards as the judge.
 
 from functools import partial
 
+from ...objectives import PerPair, Stats
 from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.feed import RolloutFeed
@@ -36,7 +37,18 @@ def open_online_dpo(config: OnlineDPO, context: RLContext | None = None) -> Trai
     read = policy_tensors(
         reference=reference, outputs=outputs, pairs=True, temperature=config.temperature
     )
-    return context.run.train({**losses, **PAIR_METRICS}, read, feed)
+    measured = dict(PAIR_METRICS)
+    if reference is not None:
+        measured["objective/kl"] = Term(partial(_kl, beta=config.beta), 0.0)
+    return context.run.train({**losses, **measured}, read, feed)
+
+
+def _kl(
+    chosen: PerPair, rejected: PerPair, ref_chosen: PerPair, ref_rejected: PerPair, *, beta: float
+) -> tuple[PerPair, Stats]:
+    """log π/π_ref of a completion, the mean of the two of a pair: an estimate of KL(π‖π_ref)."""
+    kl = ((chosen - ref_chosen) + (rejected - ref_rejected)).detach() / 2
+    return kl, {"objective/non_score_reward": -beta * kl}
 
 
 def online_dpo_losses(config: OnlineDPO) -> dict[str, Term]:

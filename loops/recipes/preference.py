@@ -29,10 +29,12 @@ from ..train.losses import (
     REJECTED,
     Term,
     columns_of,
+    logit_metrics,
     needs_teacher,
     outputs_for,
     policy_tensors,
     tensors_needed,
+    token_accuracy,
 )
 from ..train.mix import PAIR_LOSSES, STEP_COUPLED, parse_losses
 from .settings import CPO, DPO, ORPO
@@ -81,7 +83,17 @@ def open_orpo(config: ORPO) -> Training:
 
 def _open(config: CPO | ORPO, losses: dict[str, Term]) -> Training:
     context = open_run(config, encoder(config))
-    return context.train({**losses, **PAIR_METRICS}, policy_tensors(pairs=True))
+    measured = {**losses, **_metrics(config)}
+    return context.train(measured, policy_tensors(outputs=outputs_for(measured), pairs=True))
+
+
+def _metrics(config: DPO | CPO | ORPO) -> dict[str, Term]:
+    """What is measured beside the losses."""
+    return {
+        **PAIR_METRICS,
+        **logit_metrics(CHOSEN, REJECTED),
+        **token_accuracy(config.backend, of=CHOSEN),
+    }
 
 
 def encoder(config: DPO | CPO | ORPO) -> Encode:
@@ -112,7 +124,7 @@ def dpo_losses(config: DPO) -> dict[str, Term]:
             raise ValueError(f"divergence: {problem}; leave it out, or use reverse_kl")
         if config.pair_weight == "wpo":
             losses[name] = replace(loss, factor="wpo")
-    return {**losses, **PAIR_METRICS}
+    return {**losses, **_metrics(config)}
 
 
 def completion_logprob(config: DPO) -> Callable[[Tensor, Batch], Tensor] | None:

@@ -106,13 +106,16 @@ def set_pad_token(plain: Any, tokenizer: PreTrainedTokenizerBase) -> int:
 def reward_losses(config: Reward) -> dict[str, Term]:
     """The losses and what is measured beside them; ValueError if settings contradict each other."""
     losses = dict(LOSSES[config.loss])
+    if config.loss != "hl_gauss":  # whose model has no score, but a histogram
+        losses = {**RANGE, **losses}
     if config.tie_threshold is not None:
         ties = partial(_ties, threshold=config.tie_threshold)
         losses["bradley_terry_ties"] = Term(ties)
     if config.lowest_score is not None and config.highest_score is not None:
         low, high = config.lowest_score, config.highest_score
         sigma = config.sigma or 0.75 * (high - low) / config.bins
-        losses["hl_gauss"] = Term(partial(_histogram_loss, low=low, high=high, sigma=sigma))
+        histogram = partial(_histogram_loss, low=low, high=high, sigma=sigma)
+        losses["hl_gauss"] = Term(histogram, further=_range_of_means)
     if config.centering:
         losses["centering"] = Term(centering, config.centering)
     return losses
@@ -248,6 +251,17 @@ def read_scores(policy: nn.Module, batch: Batch) -> Tensors:
     return tensors
 
 
+def _range(score: PerSequence) -> tuple[PerSequence, Stats]:
+    """Scores of all completions, whose mean, smallest and largest are logged."""
+    score = score.detach()
+    return score, {"min_reward": score, "max_reward": score}
+
+
+def _range_of_means(stats: Stats, batch: Batch) -> Stats:
+    """The means of the histograms of all completions, for their smallest and largest."""
+    return {"min_reward": stats["mean_reward"], "max_reward": stats["mean_reward"]}
+
+
 def _ranking_mean(batch: Batch) -> Weights:
     """w = 1, Z = number of rankings.
 
@@ -288,6 +302,7 @@ def _histogram_loss(
     return hl_gauss(logp, target, low=low, high=high, sigma=sigma)
 
 
+RANGE = {"mean_reward": Term(_range, 0.0)}
 # Losses of pairs that are preferred to a degree, which a column tells.
 _OF_DEGREES = ("bradley_terry_ties", "ordinal_preference")
 # Of the other losses: the encoder, and the columns that they read besides tokens.

@@ -5,7 +5,7 @@ from functools import partial
 from ...data import Encode, encode_supervised
 from ..runs.context import open_run
 from ..runs.training import Training
-from ..train.losses import ENTROPY, TOKEN_ACCURACY, columns_of, outputs_for, policy_tensors
+from ..train.losses import ENTROPY, columns_of, outputs_for, policy_tensors, token_accuracy
 from ..train.mix import TOKEN_LOSSES, WEIGHTINGS, parse_losses
 from .settings import SFT
 
@@ -15,9 +15,8 @@ def open_sft(config: SFT) -> Training:
     losses = {
         **parse_losses(config.loss, {}, TOKEN_LOSSES, weighting=WEIGHTINGS[config.weighting]),
         **ENTROPY,
+        **token_accuracy(config.backend),
     }
-    if config.backend != "fused":  # which sees no tile of logits to rank
-        losses |= TOKEN_ACCURACY
     context = open_run(config, encoder(config))
     read = policy_tensors(outputs=outputs_for(losses))
     return context.train(losses, read, columns=columns_of(losses))

@@ -32,6 +32,7 @@ from ...objectives import (
     kl_estimate,
     policy,
     sampler_mismatch,
+    sequence_mean,
     sequence_sum,
 )
 from ...objectives.types import Bound
@@ -241,13 +242,31 @@ def train_policy(
     forward = policy_tensors(
         reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature
     )
-    logged = {**losses, "sampling/logp_difference": Term(mismatch.measure, 0.0), **ENTROPY}
+    logged = {}
+    for name, term in losses.items():
+        logged[name] = replace(term, further=partial(clip_extremes, unit=term.unit))
+    logged |= {"sampling/logp_difference": Term(mismatch.measure, 0.0), **ENTROPY}
     if config.masks:
         logged["kept"] = Term(_kept, 0.0)
     if reference is not None and "kl" not in logged:
         logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
     read = partial(rollout_tensors, forward, config)
     return run.train(logged, read, feed, save=save)
+
+
+def clip_extremes(stats: Stats, batch: Batch, *, unit: str) -> Stats:
+    """The share of each completion's tokens that the clip stops below and above, one entry per
+    unit of the loss: the smallest and the largest are logged.
+    """
+    found = {}
+    for name, kind in (("clip_ratio/low", "min"), ("clip_ratio/high", "max")):
+        if name not in stats:
+            continue
+        share = stats[name]
+        if unit == "tokens":
+            share = sequence_mean(share, batch.sequence, batch.sequences)[batch.sequence]
+        found[f"{name}/{kind}"] = share
+    return found
 
 
 def _is_read_later(config: PolicyGradientConfig) -> bool:

@@ -24,6 +24,9 @@ RENAMED = {
     "clip_ratio/low": "clip_ratio/low_mean",
     "clip_ratio/high": "clip_ratio/high_mean",
     "clip_ratio/region": "clip_ratio/region_mean",
+    "clip_ratio/low/min": "clip_ratio/low_min",
+    "clip_ratio/high/max": "clip_ratio/high_max",
+    "vespo/phi_seq": "vespo/phi_seq_mean",
     "sampling/logp_difference": "sampling/sampling_logp_difference/mean",
     "sampling/logp_difference/max": "sampling/sampling_logp_difference/max",
     "sampling/importance_ratio": "sampling/importance_sampling_ratio/mean",
@@ -103,7 +106,7 @@ def log_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[Any]],
 ) -> None:
-    """Show rows of text in the trackers that have tables, or text: wandb, trackio, clearml,
+    """Show rows of text in the trackers that have tables, or text: wandb, trackio, mlflow, clearml,
     tensorboard.
     """
     for tracker in trackers:
@@ -116,6 +119,14 @@ def log_table(
             tracker.log(
                 {name: trackio.Table(dataframe=pandas.DataFrame(rows, columns=list(columns)))}
             )
+        elif tracker.name == "mlflow":
+            import mlflow
+
+            cells = {"step": [step] * len(rows)}
+            for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+                cells[column] = list(map(str, values))
+            # Rows are added to those of the file that earlier steps have logged.
+            mlflow.log_table(cells, f"{name}.json", run_id=tracker.tracker.info.run_id)
         elif hasattr(tracker, "log_table"):
             tracker.log_table(
                 name, columns=list(columns), data=[list(map(str, row)) for row in rows]

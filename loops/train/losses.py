@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...kernels import Extra
+from ...kernels import Backend, Extra
 from ...objectives import (
     PerPair,
     PerToken,
@@ -76,6 +76,7 @@ class Term:
         of: completions to which a loss with one entry per token or completion applies.
         columns: columns of the data that the loss or its weighting reads.
         factor: name of a tensor, one entry per unit of the loss, that the loss is multiplied by.
+        further: ``further(stats, batch)`` makes more stats of those of the loss.
     """
 
     function: Loss
@@ -84,6 +85,7 @@ class Term:
     of: int | str | None = None
     columns: tuple[str, ...] = ()
     factor: str | None = None
+    further: Callable[[Stats, Batch], Stats] | None = None
     # and their units
     _inputs: list[tuple[inspect.Parameter, str]] = field(init=False, repr=False, compare=False)
 
@@ -136,6 +138,8 @@ class Term:
             elif parameter.default is parameter.empty:
                 raise ValueError(self._without(parameter.name, unit))
         loss, stats = loss_and_stats(self._function_name, self.function(**arguments))
+        if self.further is not None:
+            stats = {**stats, **self.further(stats, batch)}
         if self.factor is not None:
             loss = tensors[self.unit, self.factor] * loss
         return loss, stats
@@ -175,14 +179,39 @@ def _token_accuracy(token_rank: PerToken) -> tuple[PerToken, Stats]:
     return (token_rank == 0).float(), {}
 
 
+def _mean_logit(mean_logp: PerToken, logsumexp: PerToken) -> tuple[PerToken, Stats]:
+    """The mean over the vocabulary of the logits that the token is chosen by."""
+    return (mean_logp + logsumexp).detach(), {}
+
+
 def _pair_logps(logp_chosen: PerPair, logp_rejected: PerPair) -> tuple[PerPair, Stats]:
     return logp_chosen.detach(), {"logps/rejected": logp_rejected.detach()}
 
 
 # Also measured, over all completions, and logged under these names.
 ENTROPY = {"entropy": Term(_entropy, 0.0)}
-TOKEN_ACCURACY = {"mean_token_accuracy": Term(_token_accuracy, 0.0)}
 PAIR_METRICS = {"logps/chosen": Term(_pair_logps, 0.0), **ENTROPY}
+
+
+def token_accuracy(backend: Backend, of: int | None = None) -> dict[str, Term]:
+    """The share of trained tokens that are the likeliest ones, where the backend ranks tokens.
+
+    Args:
+        of: of the completions with this index in their example only.
+    """
+    if backend == "fused":  # which sees no tile of logits to rank
+        return {}
+    return {"mean_token_accuracy": Term(_token_accuracy, 0.0, of=of)}
+
+
+def logit_metrics(chosen: int | str, rejected: int | str) -> dict[str, Term]:
+    """The mean logit of the vocabulary at the tokens of chosen and of rejected completions, as
+    TRL's.
+    """
+    return {
+        "logits/chosen": Term(_mean_logit, 0.0, of=chosen),
+        "logits/rejected": Term(_mean_logit, 0.0, of=rejected),
+    }
 
 
 def compose(losses: Mapping[str, Term], read: TensorReader) -> Objective:

@@ -109,9 +109,18 @@ def loss_and_stats(name: str, returned: object) -> tuple[Tensor, Stats]:
     )
 
 
+def sign_of_extreme(metric: str) -> int:
+    """-1 for a stat that is logged as the smallest of its entries, 1 for one that is the largest, 0
+    for a mean: by its name, whose last part is ``min`` or ``max`` or begins with ``min_`` or
+    ``max_``.
+    """
+    kind, _, _ = metric.rpartition("/")[2].partition("_")
+    return {"min": -1, "max": 1}.get(kind, 0)
+
+
 class Sums:
     """Weighted sums of losses and stats, in float64, divided once at the end, so that no mean is
-    taken of means.
+    taken of means; and the smallest or largest entry of stats that are named so.
 
     Attributes:
         weights: of each micro-batch, by loss.
@@ -146,6 +155,7 @@ class Sums:
         # divided by it at once.
         self.denominators = sum_over_ranks(accelerator, shares, copies=self.copies)
         self.sums: dict[str, Tensor | float] = {}  # metric -> Σ w·x of this rank
+        self.largest: dict[str, Tensor] = {}  # metric -> max x of this rank, of a minimum max −x
         self.term: dict[str, str] = {}  # metric -> the loss whose weights it shares
 
     def add(self, i: int, losses: Mapping[str, tuple[Tensor, Stats]]) -> Tensor | float:
@@ -172,7 +182,11 @@ class Sums:
                     )
                 # Two losses that report the same stat (such as rewards) report the same number:
                 # keep the first.
-                if self.term.setdefault(metric, name) == name:
+                if self.term.setdefault(metric, name) != name:
+                    continue
+                if metric != name and sign_of_extreme(metric):
+                    self._compare(metric, value, weight)
+                else:
                     self.sums[metric] = self.sums.get(metric, 0.0) + (weight * value).sum()
             if coefficient:
                 # Without any unit on any rank the sum is 0, whatever it is divided by.
@@ -180,9 +194,30 @@ class Sums:
                 total = total + share * (weight.to(loss.dtype) * loss).sum()
         return total
 
+    def _compare(self, metric: str, value: Tensor, weight: Tensor) -> None:
+        """Keep the largest entry, or the smallest one, of those that have a weight."""
+        signed = value.double() * sign_of_extreme(metric)
+        nothing = signed.new_full((1,), -math.inf)  # of an empty micro-batch
+        counted = torch.cat([signed.masked_fill(weight == 0, -math.inf), nothing])
+        largest = counted.amax()
+        if metric in self.largest:
+            largest = torch.maximum(largest, self.largest[metric])
+        self.largest[metric] = largest
+
+    def _extremes(self) -> dict[str, float]:
+        """Stats that are a minimum or a maximum, over all ranks."""
+        if not self.largest:
+            return {}
+        of_rank = torch.stack([*self.largest.values()])
+        of_ranks: Tensor = self.accelerator.gather(of_rank[None])
+        found = dict(zip(self.largest, of_ranks.amax(0).tolist(), strict=True))
+        counted = {metric: value for metric, value in found.items() if value != -math.inf}
+        return {metric: value * sign_of_extreme(metric) for metric, value in counted.items()}
+
     def means(self, **counts: float) -> tuple[dict[str, float], dict[str, float]]:
         """The metrics over all ranks; ``loss``, the weighted total, comes first. A stat is its
-        weighted mean. Also the sums of ``counts``; all of this takes one reduction."""
+        weighted mean, or an extreme, see `sign_of_extreme`. Also the sums of ``counts``; all of
+        this takes one reduction, and one more if there are extremes."""
         values = {("metric", metric): float(value) for metric, value in self.sums.items()}
         # Σ w of each loss, which for `fixed_length` is not its denominator
         for name in self.weightings:
@@ -202,7 +237,8 @@ class Sums:
         for name, (coefficient, _) in self.weightings.items():
             if coefficient:
                 loss += coefficient * means[name]
-        return {"loss": loss, **means}, {name: total["count", name] for name in counts}
+        metrics = {"loss": loss, **means, **self._extremes()}
+        return metrics, {name: total["count", name] for name in counts}
 
 
 def _check_weightings(weightings: Weightings) -> None:
@@ -277,8 +313,8 @@ def train_step(
             other ranks.
 
     Returns:
-        The metrics: ``loss``, each named loss, each stat, ``grad_norm`` before clipping, ``tokens``
-            trained on, and
+        The metrics: ``loss``, each named loss, each stat (its mean, or an extreme, see
+            `sign_of_extreme`), ``grad_norm`` before clipping, ``tokens`` trained on, and
         ``skipped``: 1 if no step was taken, because the gradient was not finite, or 0 as without
             any trained token; and of an accelerator that scales the loss, for float16,
             ``loss_scale``, the scale of this step. An overflow halves it for the next one.

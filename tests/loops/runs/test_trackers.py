@@ -1,6 +1,8 @@
 """What trackers are told: TensorBoard, and a tracker that keeps all that it gets."""
 
 import json
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -12,23 +14,24 @@ from accelerate.utils import LoggerType
 from burnish.loops.cli import main
 from burnish.loops.config import Lora
 from burnish.loops.recipes.settings import GRPO, SFT
-from burnish.loops.runs.trackers import flat, for_trackers, open_trackers
+from burnish.loops.runs.trackers import flat, for_trackers, log_table, open_trackers
 from online import Killed, dying_in_step
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import save_model, sums, write_rows
 
 PAIRS = sums(6)
 PROMPTS = [{"prompt": pair["prompt"], "answer": pair["chosen"][0]["content"]} for pair in PAIRS]
-# The metrics that TRL's pages of these trainers list, without those that want more than log-probs
-# (logits/chosen, logits/rejected, mean_token_accuracy) and those of more than one optimizer step on
-# a rollout.
+# The metrics that TRL's pages of these trainers list.
 TRL = {
     "dpo": """global_step epoch num_tokens loss entropy learning_rate grad_norm rewards/chosen rewards/rejected
-        rewards/margins rewards/accuracies logps/chosen logps/rejected""",
+        rewards/margins rewards/accuracies logps/chosen logps/rejected logits/chosen logits/rejected
+        mean_token_accuracy""",
     "grpo": """global_step epoch num_tokens step_time loss entropy learning_rate grad_norm reward reward_std
         frac_reward_zero_std completions/mean_length completions/min_length completions/max_length
         completions/clipped_ratio rewards/exact_match/mean rewards/exact_match/std clip_ratio/low_mean
-        clip_ratio/high_mean clip_ratio/region_mean""",
+        clip_ratio/high_mean clip_ratio/region_mean clip_ratio/low_min clip_ratio/high_max""",
+    "reward": """global_step epoch num_tokens loss accuracy min_reward mean_reward max_reward margin
+        learning_rate grad_norm""",
 }
 
 
@@ -202,6 +205,20 @@ def test_tensorboard_has_metrics_configuration_and_completions(train):
     assert b"| task | end of the prompt | completion | rewards |" in text.tensor_proto.string_val[0]
     (stored,) = (directory / "logs").glob("*/hparams.yml")
     assert yaml.safe_load(stored.read_text())["group_size"] == 2
+
+
+def test_mlflow_keeps_the_rows_of_all_steps_in_one_table(monkeypatch):
+    logged = []
+    module = ModuleType("mlflow")
+    module.log_table = lambda data, artifact_file, run_id: logged.append(
+        (data, artifact_file, run_id)
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    run = SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+    tracker = SimpleNamespace(name="mlflow", tracker=run)
+    log_table([tracker], "completions", 3, ("task", "rewards"), [("7", 0.5), ("8", 1.0)])
+    cells = {"step": [3, 3], "task": ["7", "8"], "rewards": ["0.5", "1.0"]}
+    assert logged == [(cells, "completions.json", "r1")]
 
 
 def test_metrics_of_more_than_one_kind_are_renamed():

@@ -29,7 +29,13 @@ from burnish.loops.recipes.kto import (
 )
 from burnish.loops.recipes.ppo import open_ppo
 from burnish.loops.recipes.reward import LOSSES as REWARD_LOSSES
-from burnish.loops.recipes.reward import bin_labels, read_histograms, read_scores, reward_losses
+from burnish.loops.recipes.reward import (
+    RANGE,
+    bin_labels,
+    read_histograms,
+    read_scores,
+    reward_losses,
+)
 from burnish.loops.recipes.settings import GRPO, PPO, RLOO, Reward
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.context import RLContext
@@ -43,11 +49,14 @@ from burnish.loops.train.losses import (
     CHOSEN,
     ENTROPY,
     PAIR_METRICS,
+    REJECTED,
     Term,
     compose,
+    logit_metrics,
     outputs_for,
     policy_tensors,
     score_tensors,
+    token_accuracy,
     weightings,
 )
 from burnish.loops.train.mix import PAIR_LOSSES, TOKEN_LOSSES, distillation, parse_losses
@@ -263,7 +272,7 @@ def setup(name, accelerator, mesh=None):
             make_scorer("SEQ_CLS", mesh),
             single,
             {"score": importance},
-            REWARD_LOSSES["score_regression"],
+            {**RANGE, **REWARD_LOSSES["score_regression"]},
             read_scores,
             ends,
         )
@@ -316,8 +325,14 @@ def setup(name, accelerator, mesh=None):
         terms = {"distillation": Term(distillation), **ENTROPY}
         return policy, single, {}, terms, policy_tensors(teacher=skewed), {}
     if name in PAIRS:
-        terms = {**parse_losses(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN), **PAIR_METRICS}
-        return policy, pairs, {}, terms, policy_tensors(reference=reference, pairs=True), {}
+        terms = {
+            **parse_losses(PAIRS[name], loss_kwargs, PAIR_LOSSES, of=CHOSEN),
+            **PAIR_METRICS,
+            **logit_metrics(CHOSEN, REJECTED),
+            **token_accuracy("torch", of=CHOSEN),
+        }
+        read = policy_tensors(reference=reference, outputs=outputs_for(terms), pairs=True)
+        return policy, pairs, {}, terms, read, {}
     if name == "composition":
         mix = {
             "dpo": {"coefficient": 0.7, "weight": "importance"},

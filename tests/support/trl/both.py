@@ -202,8 +202,12 @@ def assert_alike(steps, log, told=AGREEMENT):
     assert norms == pytest.approx(their_norms, rel=1e-3), f"norms {norms}, the peer's {their_norms}"
 
 
-# TRL averages the shares of micro-batches, however many tokens each has; ours is of the whole step.
-OTHERWISE_MEANT = {"mean_token_accuracy"}
+# TRL averages the means and the extremes of micro-batches, however many tokens each has; ours are of
+# the whole step.
+OTHERWISE_MEANT = {
+    *("mean_token_accuracy", "logits/chosen", "logits/rejected"),
+    *("min_reward", "max_reward"),
+}
 
 
 def shared_metrics(steps, log):
