@@ -4,13 +4,16 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from hub_fake import TOKEN, Fake
 from tiny import save_model, sums, write_rows
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -252,3 +255,71 @@ def test_ray_train_runs_a_recipe_on_two_workers(tmp_path):
     assert [
         json.loads(line)["step"] for line in (output / "metrics.jsonl").read_text().splitlines()
     ] == [1, 2]
+
+
+HF_JOBS = EXAMPLES / "hf_jobs.py"
+
+
+@pytest.fixture
+def hub():
+    fake = Fake()
+    yield fake
+    fake.close()
+
+
+def run_job(hub, *words, cwd):
+    """The script as uv runs it on a machine of Hugging Face, whose Hub is this one."""
+    calls = {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    return subprocess.run(
+        [sys.executable, HF_JOBS, *map(str, words)],
+        cwd=cwd,
+        env={**os.environ, **calls, "HF_TOKEN": TOKEN, "HOME": str(cwd)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_header_of_the_hf_jobs_script_installs_what_a_recipe_needs():
+    """The header is one of PEP 723, which uv reads."""
+    header = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", HF_JOBS.read_text(), re.M)[1]
+    inline = tomllib.loads("".join(line[2:] + "\n" for line in header.splitlines()))
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    assert inline["requires-python"] == project["requires-python"]
+    (dependency,) = inline["dependencies"]
+    name, extra = re.fullmatch(r"(\w+)\[(\w+)\]", dependency).groups()
+    assert name == project["name"] and extra in project["optional-dependencies"]
+
+
+def test_the_line_that_submits_an_hf_job_is_one_of_the_hubs_command():
+    lines = HF_JOBS.read_text().partition("    hf jobs")[2].partition("\n\n")[0]
+    words = shlex.split("hf jobs" + lines.replace("\\\n", " "))
+    command = [Path(sys.executable).with_name("hf"), *words[1:4], "--dry-run", "--namespace", "me"]
+    done = subprocess.run(
+        [*command, *words[4:]],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "HF_TOKEN": TOKEN, "HF_ENDPOINT": "http://127.0.0.1:9"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = dict(re.findall(r"^  (\w+) +(.*)$", done.stdout, re.M))
+    assert shown["script"] == "examples/hf_jobs.py" and shown["args"].startswith("dpo --model")
+    assert (shown["attempts"], shown["volumes"]) == ("3", "hf://buckets/me/runs:/runs")
+
+
+def test_an_hf_job_leaves_its_model_on_the_hub(hub, tmp_path):
+    rows = [{"messages": pair["prompt"] + pair["chosen"]} for pair in sums(6)]
+    data, model = write_rows(tmp_path / "rows.jsonl", rows), save_model(tmp_path / "model")
+    words = ["sft", "--model", model, "--data", data, "--steps", "2", "--batch_size", "2"]
+    done = run_job(hub, *words, "--hub.id", "my-model", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (repository,) = {name for name, _ in hub.branches}
+    assert {"model.safetensors", "README.md"} <= hub.files(repository).keys()
+    assert (tmp_path / "run/model/model.safetensors").exists()
+
+
+def test_an_hf_job_without_a_repository_is_refused(hub, tmp_path):
+    done = run_job(hub, "sft", "--steps", "2", cwd=tmp_path)
+    assert done.returncode == 2 and "pass --hub.id me/my-model" in done.stderr
+    assert not hub.calls
