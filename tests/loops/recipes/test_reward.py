@@ -143,7 +143,7 @@ def test_the_loss_of_a_histogram_is_that_of_the_configured_range():
             sigma=sigma or 0.75 * 0.5,
         )
         torch.testing.assert_close(loss, expected)
-        assert stats.keys() == {"mean_reward", "absolute_error"}
+        assert stats.keys() == {"min_reward", "max_reward", "mean_reward", "absolute_error"}
 
 
 def test_a_rating_outside_of_the_histogram_is_refused(common, tmp_path):
