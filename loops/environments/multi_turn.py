@@ -38,7 +38,7 @@ _AGAIN = "it is made again, at most limits.attempts times; then the conversation
 _ABORTED = "the conversation is aborted and has no reward, as are further ones, which are counted"
 _WANTED = "wanted a text, a list of messages with role and content, or token ids"
 # of a conversation, in ``sample.info``
-_NAMES = ("messages", "turn_rewards", "turns", "environment_reward")
+_NAMES = ("messages", "turn_rewards", "turn_ends", "turns", "environment_reward")
 
 
 class Step(NamedTuple):
@@ -74,8 +74,8 @@ class MultiTurnSource:
 
     ``sample.info`` holds ``environment_reward`` (the sum of the turns' rewards and of the
     conversation's, which ``reward()`` gives; None where there was none, or in a word how the
-    environment failed), ``turn_rewards``, ``turns``, ``messages`` (for TRL's rewards and for
-    people) and the environment's counts.
+    environment failed), ``turn_rewards``, ``turn_ends`` (how many of its tokens each turn ends
+    after), ``turns``, ``messages`` (for TRL's rewards and for people) and the environment's counts.
 
     An environment that can't be made, or whose `reset` fails or is too slow, is made again,
     ``limits.attempts`` times in all. If none works, or the environment fails in a turn, the
@@ -152,7 +152,7 @@ class MultiTurnSource:
                     closing.add_done_callback(self._closing.discard)
                     # a conversation that is cancelled once more leaves it to `close`
                     await asyncio.shield(closing)
-        info = dict(zip(_NAMES, ([], [], 0, "aborted"), strict=True))
+        info = dict(zip(_NAMES, ([], [], [], 0, "aborted"), strict=True))
         return Sample(request.task, index, [], [], [], [], [], "aborted", info=info)
 
     def _made(self, request: Request, index: int) -> "TrackedEnvironment | None":
@@ -179,7 +179,7 @@ class MultiTurnSource:
         self, environment: "TrackedEnvironment", opening: object, request: Request, index: int
     ) -> Sample:
         prompt, limit = self._open(opening, request)
-        info: dict[str, Any] = dict(zip(_NAMES, ([], [], 0, None), strict=True))
+        info: dict[str, Any] = dict(zip(_NAMES, ([], [], [], 0, None), strict=True))
         sample = Sample(request.task, index, prompt, [], [], [], [], "length", info=info)
         stop = self._stop(request)
         for turn in range(self.limits.turns):
@@ -405,6 +405,7 @@ def _add_turn(sample: Sample, completion: Sample) -> None:
     sample.finish = completion.finish
     sample.info["messages"].append({"role": "assistant", "content": completion.text})
     sample.info["turns"] += 1
+    sample.info["turn_ends"].append(len(sample.tokens))
 
 
 def _add_observation(sample: Sample, messages: Sequence[Message], tokens: Sequence[int]) -> None:

@@ -1,6 +1,7 @@
 """Proximal policy optimization: with a value function, one completion of a prompt is enough.
 
-    r_t          −β log π_old/π_ref of token t, and at the last token the reward of the completion
+    r_t          −β log π_old/π_ref of token t, and at the last token the reward of the completion;
+                 what an environment pays for a turn, at the last token of the turn
     V            a linear head, zero at first, on the policy's own backbone, or on a model of its own
     A_t, R_t     generalized advantage estimates and returns, from the values of the policy that
                  begins the rollout
@@ -24,7 +25,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from ...objectives import gae, kl_estimate, kl_penalized_reward, value_loss, whiten
+from ...objectives import (
+    gae,
+    kl_estimate,
+    kl_penalized_reward,
+    sequence_sum,
+    value_loss,
+    whiten,
+)
 from ..config import Parallel
 from ..models.io import load_classifier, load_tokenizer, save_model
 from ..models.policy import Policy
@@ -40,6 +48,8 @@ from ..train.losses import Term, tensors_needed
 from .settings import PPO
 
 log = logging.getLogger(__name__)
+
+ENVIRONMENT = "environment"  # the reward by this name is the sum of those of turns
 
 
 def open_ppo(config: PPO, context: RLContext | None = None) -> Training:
@@ -164,10 +174,39 @@ def advantages(rollout: RolloutBuffer, *, config: PPO) -> dict[str, Tensor]:
     context = rollout.context
     value = rollout["old_value"].double()
     scores = rollout.reward - config.missing_eos_penalty * rollout.unfinished
-    scores = scores[rollout.completion_of]
-    reward = kl_penalized_reward(scores, divergence(rollout, config), context, beta=config.beta)
+    paid = turn_rewards(rollout)
+    rest = scores[rollout.completion_of] - sequence_sum(paid, context, len(rollout.contexts))
+    reward = kl_penalized_reward(rest, divergence(rollout, config), context, beta=config.beta)
+    reward = reward + paid
     advantage, returns = gae(reward, value, context, gamma=config.gamma, lam=config.lam)
     return {"advantage": whiten(advantage), "target": returns}
+
+
+def turn_rewards(rollout: RolloutBuffer) -> Tensor:
+    """float64 [tokens]: what the environment paid for each turn, weighted, at the turn's last token.
+
+    Not for a conversation's last turn, which ends with the rest of the conversation's reward.
+    """
+    paid = torch.zeros(len(rollout.context), dtype=torch.float64)
+    names = list(rollout.scores.numbers)
+    if ENVIRONMENT not in names:
+        return paid
+    weight = float(rollout.scores.weight[names.index(ENVIRONMENT)])
+    counts = torch.bincount(rollout.context, minlength=len(rollout.contexts))
+    begins = (counts.cumsum(0) - counts).tolist()
+    previous = -1
+    for i, completion in enumerate(rollout.completion_of.tolist()):
+        is_first = completion != previous  # turns are those of the first context
+        previous = completion
+        if not is_first or not any(rollout.trained[i]):
+            continue
+        info = rollout.samples[completion].info
+        turns = zip(info.get("turn_rewards", ()), info.get("turn_ends", ()), strict=False)
+        for turn_reward, end in list(turns)[:-1]:
+            drawn = sum(rollout.trained[i][:end])
+            if isinstance(turn_reward, float):  # not None, of a turn without a reward
+                paid[begins[i] + drawn - 1] = weight * turn_reward
+    return paid
 
 
 def divergence(rollout: RolloutBuffer, config: PPO) -> Tensor:

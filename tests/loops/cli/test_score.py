@@ -171,6 +171,18 @@ def test_samples_are_compared_by_a_reward_of_their_run(place, capsys, tmp_path):
     assert "the samples have no 'm'; there are mine" in capsys.readouterr().err
 
 
+def test_conversations_of_several_contexts_are_left_out(place, capsys, caplog, tmp_path):
+    records = [json.loads(line) for line in (place / "grpo/samples.jsonl").read_text().splitlines()]
+    names = ("prompt", "tokens", "trained", "logprobs", "spans")
+    records[1]["further"] = [{name: records[2][name] for name in names}]
+    samples = write_rows(tmp_path / "samples.jsonl", records)
+    rows = scored(capsys, place / "grpo", samples)
+    others = [record for i, record in enumerate(records) if i != 1]
+    assert [row["completion"] for row in rows] == [record["text"] for record in others]
+    (warning,) = [record.getMessage() for record in caplog.records if "contexts" in record.msg]
+    assert warning.startswith("1 of 16 conversations have several contexts, and are left out")
+
+
 def test_prompts_whose_completions_are_worth_the_same_make_no_pair():
     rows = [{"prompt": "a", "completion": text, "score": 1.0} for text in ("b", "c")]
     rows += [{"prompt": "d", "completion": text, "score": len(text)} for text in ("e", "fgh", "ij")]

@@ -158,6 +158,10 @@ def test_rewards_and_counts_add_up_over_the_turns(tokenizer, scripted, request_f
     (sample,), _ = talk(scripted(tokenizer, ["a", "b", "c"]), Echo, request_for())
     assert sample.info["environment_reward"] == 1.5 and sample.info["turn_rewards"] == [0.5] * 3
     assert sample.info["turns"] == 3 and sample.info["heard"] == 3
+    ends = sample.info["turn_ends"]
+    assert len(ends) == 3 and ends[-1] == len(sample.tokens)
+    for end in ends:  # of what the policy drew, with its end token
+        assert sample.trained[end - 1] and not any(sample.trained[end : end + 1])
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), "good"])
@@ -211,7 +215,9 @@ def test_a_count_that_is_no_number_is_refused_by_name(tokenizer, scripted, reque
             talk(scripted(tokenizer, ["a"]), Counts, request_for())
 
 
-@pytest.mark.parametrize("name", ["turns", "turn_rewards", "messages", "environment_reward"])
+@pytest.mark.parametrize(
+    "name", ["turns", "turn_rewards", "turn_ends", "messages", "environment_reward"]
+)
 def test_a_count_does_not_change_what_is_known_of_the_conversation(
     name, tokenizer, scripted, request_for, talk
 ):
@@ -446,6 +452,7 @@ def test_a_conversation_whose_environment_cannot_begin_is_aborted_alone(
     assert first.info == {
         "messages": [],
         "turn_rewards": [],
+        "turn_ends": [],
         "turns": 0,
         "environment_reward": "aborted",
     }

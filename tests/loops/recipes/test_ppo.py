@@ -15,6 +15,7 @@ from burnish.loops.recipes.ppo import (
     objective_metrics,
     open_critic,
     open_ppo,
+    turn_rewards,
     with_values,
 )
 from burnish.loops.recipes.settings import PPO
@@ -90,6 +91,44 @@ def test_the_objective_is_the_mean_over_the_answers_that_are_trained_on():
     assert metrics["objective/kl"] == pytest.approx((-1 + 1) / 2)
     assert metrics["objective/scores"] == pytest.approx((2 + 0.75) / 2)
     assert metrics["objective/rlhf_reward"] == pytest.approx((2 + 0.5 + 0.75 - 0.5) / 2)
+
+
+def test_a_turns_reward_is_paid_at_its_end_and_the_rest_at_that_of_the_conversation():
+    """An environment's 0.5 and 0.25 at turns, none at the third, 2 at the last, 1 by `reward()`."""
+    trained = [True, True, False, True, False, True, False, True, True]
+    info = {
+        "turn_rewards": [0.5, 0.25, None, 2.0],
+        "turn_ends": [2, 4, 6, 9],
+        "environment_reward": 3.75,
+    }
+    alone = {"turn_rewards": [0.5], "turn_ends": [2], "environment_reward": 0.75}
+    failed = {"turn_rewards": [0.5, "nan"], "turn_ends": [1, 2], "environment_reward": "nan"}
+    samples = []
+    for task, (marks, about) in enumerate(
+        [(trained, info), ([True, True], alone), ([True, True], failed)]
+    ):
+        count = len(marks)
+        rewards = {"environment": about["environment_reward"], "right": 1.0}
+        samples.append(Sample(task, 0, [1], [5] * count, marks, [0.0] * count, [], "stop"))
+        samples[-1].rewards, samples[-1].info = rewards, about
+    found = RolloutBuffer(samples, dtype=torch.float64)
+    found.score([RewardFunction("environment", None, weight=2.0), RewardFunction("right", None)])
+    paid = [0, 1.0, 0.5, 0, 0, 0, 0, 0]  # of the second conversation, whose turn is its last, none
+    assert turn_rewards(found).tolist() == paid
+    value = [0.1 * t for t in range(len(paid))]
+    found["old_value"] = torch.tensor(value, dtype=torch.float64)
+    found["old_logp"] = torch.zeros(len(paid), dtype=torch.float64)
+    reward = [0, 1.0, 0.5, 0, 0, 2 * 3.75 + 1 - 1.5, 0, 2 * 0.75 + 1]
+    target = []
+    for first, end in ((0, 6), (6, 8)):
+        carried, backward = 0.0, []
+        for t in reversed(range(first, end)):
+            following = value[t + 1] if t + 1 < end else 0.0
+            carried = reward[t] + 0.9 * following - value[t] + 0.72 * carried
+            backward.append(carried + value[t])
+        target += reversed(backward)
+    given = advantages(found, config=replace(CONFIG, beta=0.0))
+    torch.testing.assert_close(given["target"], torch.tensor(target, dtype=torch.float64))
 
 
 def test_it_logs_what_it_should_and_leaves_a_value_head_to_begin_with(common, tmp_path):

@@ -67,6 +67,20 @@ def test_the_score_is_the_models_of_prompt_and_answer(
         assert sample.rewards["rm"] == pytest.approx(expected, abs=EXACT)
 
 
+def test_a_conversation_of_several_contexts_is_not_judged_by_its_first(
+    judge, judge_of_steps, tokenizer, answer, judging, caplog
+):
+    sample = answer(tokens=[5, 6], prompt=[3, 4])
+    sample.further = [sample.contexts[0]]
+    rewards = [
+        RewardFunction("rm", RewardModel(judge, tokenizer, device="cpu")),
+        RewardFunction("prm", ProcessRewardModel(judge_of_steps, tokenizer, device="cpu")),
+    ]
+    assert judging(rewards, [{}], [sample]) == {("rm", "error"): 1, ("prm", "error"): 1}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("completion 0 of task 0 has 2 contexts" in text for text in said)
+
+
 def test_equal_completions_have_equal_scores(judge, tokenizer, answer):
     """Their rows are rounded apart, and a standard deviation of rounding makes advantages of it."""
     answers = [list(range(5, 16)), list(range(20, 27)), list(range(5, 16))]

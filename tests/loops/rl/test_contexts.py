@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from burnish.loops.recipes.grpo import advantages, open_grpo
 from burnish.loops.recipes.online_dpo import open_online_dpo
 from burnish.loops.recipes.ppo import advantages as ppo_advantages
-from burnish.loops.recipes.ppo import open_ppo
+from burnish.loops.recipes.ppo import open_ppo, turn_rewards
 from burnish.loops.recipes.settings import GRPO, PPO, OnlineDPO
 from burnish.loops.rewards import RewardFunction
 from burnish.loops.rl.buffer import RolloutBuffer
@@ -410,6 +410,29 @@ def test_a_rollout_is_resumed_in_its_middle(open_feed, conversations):
 def common(tmp_path_factory):
     fields = prepare(tmp_path_factory.mktemp("start"))
     return {**fields, "rewards": {}, "limits": Limits(turns=2), "environment": "online:Elsewhere"}
+
+
+def test_turns_are_those_of_the_first_context(conversations):
+    masked, sample = conversations[1], conversations[3]
+    sample.tokens, sample.trained = [5, 6, 7, 8], [True, False, True, True]
+    sample.logprobs = [-1.0] * 4
+    for one in (masked, sample):
+        one.info = {"turn_rewards": [0.5, 0.25], "turn_ends": [1, 4]}
+    masked.finish = "aborted"
+    for one in conversations:
+        one.rewards = {"environment": 1.0}
+    rollout = RolloutBuffer(conversations, dtype=torch.float64)
+    rollout.score([RewardFunction("environment", None)])
+    first = next(i for i, of in enumerate(rollout.completion_of.tolist()) if of == 3)
+    wanted = torch.zeros(len(rollout.context), dtype=torch.float64)
+    wanted[int((rollout.context == first).nonzero()[0])] = 0.5
+    assert torch.equal(turn_rewards(rollout), wanted)
+    rollout["old_value"] = torch.zeros_like(wanted)
+    rollout["old_logp"] = torch.zeros_like(wanted)
+    config = PPO(model="", data="", output="", gamma=1.0, lam=1.0, beta=0.0)
+    target = ppo_advantages(rollout, config=config)["target"]
+    assert target[rollout.context == first].tolist() == [1.0, 0.5, 0.5]
+    assert set(target[rollout.context != first].tolist()) == {1.0}
 
 
 @pytest.mark.parametrize(
