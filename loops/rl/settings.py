@@ -63,6 +63,9 @@ class VLLM(Settings):
     """Interpreter of the environment that vLLM is installed in, for a server that is started; null
     is this one.
     """
+    servers: PositiveInt = 1
+    """How many servers are started, which share the requests. The devices of CUDA_VISIBLE_DEVICES
+    in environment are divided among them."""
     updates: Literal["files", "nccl", "adapters"] = "files"
     """How weights get to a server: through files, from GPU to GPU, or as one more LoRA adapter for
     every version.
@@ -93,22 +96,46 @@ class VLLM(Settings):
     attempts: PositiveInt = 8
     """How often a completion, or new weights, are tried before the run ends. A refusal does not
     count if the server has completed others since the one before."""
-    concurrency: PositiveInt = 64
-    """Completions that a server works on at once."""
+    concurrency: PositiveInt | None = None
+    """Completions that a server works on at once; null is as many as its keys and values have room
+    for, where it says so, else 64.
+    """
     patience: PositiveFloat = 1200.0
     """Seconds in which a server must start, or answer any of its requests; then the run ends."""
 
     def contradictions(self) -> Iterator[str]:
         if self.trainer_address is not None and self.updates != "nccl":
             yield "vllm.trainer_address: it is for updates by nccl; set vllm.updates to nccl, or leave it out"
-        of_a_start = self.python or self.options or self.environment or self.host != VLLM.host
+        of_a_start = (
+            self.python
+            or self.options
+            or self.environment
+            or self.host != VLLM.host
+            or self.servers != VLLM.servers
+        )
         if self.url is not None and of_a_start:
-            yield "vllm.url: that server runs already; leave out python, options, environment and host, or the url"
+            yield (
+                "vllm.url: that server runs already; leave out python, options, environment, host and servers, or the "
+                "url"
+            )
+        if self.servers > 1 and "port" in self.options:
+            yield "vllm.options: port is that of one server; leave it out where vllm.servers are several"
+        if len(self.devices) % self.servers:
+            yield (
+                f"vllm.environment: CUDA_VISIBLE_DEVICES names {len(self.devices)} devices, which vllm.servers="
+                f"{self.servers} can't have equally many of; name as many for each"
+            )
         if self.url is None and self.api_key is not None:
             yield (
                 "vllm.api_key: it is for a server that runs, whose vllm.url is missing; one that is started has a "
                 "random key"
             )
+
+    @property
+    def devices(self) -> list[str]:
+        """Those of CUDA_VISIBLE_DEVICES for servers that are started."""
+        named = self.environment.get("CUDA_VISIBLE_DEVICES", "")
+        return [device.strip() for device in named.split(",") if device.strip()]
 
     @property
     def urls(self) -> list[str]:

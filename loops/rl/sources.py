@@ -5,10 +5,11 @@ vllm           a server, already running or started for this run
 vllm_engine    vLLM in this process, on the trainer's device
 """
 
+import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ from ..models.end_tokens import end_tokens
 from ..models.io import adapter_weights, is_sharded, named_weights
 from ..models.policy import Policy
 from ..redaction import redacted, resolved
+from ..rollouts.event_loops import off_loop
+from ..rollouts.event_loops import run as run_coroutine
 from ..rollouts.local.source import DetachedSource, LocalSource
 from ..rollouts.sample import Sample
 from ..rollouts.scheduler import Prompt, RolloutScheduler
 from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
-from ..rollouts.vllm.launch import ServerProcess, refuse_unsafe
+from ..rollouts.vllm.launch import SHARE, ServerProcess, refuse_unsafe
 from ..rollouts.vllm.server import VLLMServer, VLLMServers
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank
 from ..runs.context import RunContext
@@ -185,20 +188,66 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
             own = updates if isinstance(updates, Files) else open_updates(run)
             servers.append(VLLMServer(url, updates=own, key=key, **known))
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
-    server = ServerProcess(
-        config.model,
-        log=run.directory / "vllm.log",
-        dtype=dtype,
-        python=config.vllm.python or sys.executable,
-        update_flags=updates.flags,
-        flags=flags_of(options),
-        environment=config.vllm.environment,
-        host=config.vllm.host,
-        patience=config.vllm.patience,
-    )
-    return VLLMServer(
-        server.url, updates=updates, key=server.key, revive=server.revive, end=server.close, **known
-    )
+    processes = _start_servers(run, config, updates.flags, flags_of(options))
+    try:
+        servers = []
+        for process in processes:
+            own = updates if isinstance(updates, Files) or not servers else open_updates(run)
+            servers.append(
+                VLLMServer(
+                    process.url,
+                    updates=own,
+                    key=process.key,
+                    revive=process.revive,
+                    end=process.close,
+                    **known,
+                )
+            )
+    except BaseException:
+        for process in processes:
+            process.close()
+        raise
+    return VLLMServers(servers) if len(servers) > 1 else servers[0]
+
+
+def _start_servers(
+    run: RunContext[Policy], config: OnlineConfig, update_flags: Sequence[str], flags: Sequence[str]
+) -> list[ServerProcess]:
+    """The servers that the run starts, all at the same time."""
+    vllm = config.vllm
+
+    def start(number: int) -> ServerProcess:
+        environment = dict(vllm.environment)
+        if vllm.devices:
+            each = len(vllm.devices) // vllm.servers
+            own = vllm.devices[number * each : (number + 1) * each]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+        name = "vllm.log" if number == 0 else f"vllm-{number + 1}.log"
+        return ServerProcess(
+            config.model,
+            log=run.directory / name,
+            dtype=config.dtype,
+            python=vllm.python or sys.executable,
+            update_flags=update_flags,
+            flags=flags,
+            environment=environment,
+            host=vllm.host,
+            patience=vllm.patience,
+            share=SHARE / vllm.servers,
+        )
+
+    async def start_all() -> list[ServerProcess | BaseException]:
+        starting = (off_loop(partial(start, number)) for number in range(vllm.servers))
+        return await asyncio.gather(*starting, return_exceptions=True)
+
+    outcomes = run_coroutine(start_all())
+    started = [each for each in outcomes if isinstance(each, ServerProcess)]
+    for each in outcomes:
+        if isinstance(each, BaseException):
+            for process in started:
+                process.close()
+            raise each
+    return started
 
 
 def _of_revision(config: OnlineConfig) -> dict[str, str]:

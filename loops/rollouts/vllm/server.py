@@ -7,9 +7,11 @@ source is created, and again after every restart.
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -32,6 +34,7 @@ from .weights import Adapters, Files, Nccl, send_weights
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+_Completion = tuple[int, int, int]  # key, task and index of its request
 
 # Tested versions of vLLM. Its endpoints for training are not covered by its promises of stability.
 VERSIONS = ("0.32",)
@@ -132,7 +135,8 @@ class VLLMServer:
             `Files` in memory, on this machine.
         dtype: the precision that the server must compute in: the trainer's, or else log-probs
             differ. None takes any.
-        concurrency: completions under way at once; further ones wait here.
+        concurrency: completions under way at once; further ones wait here. None: as many as the
+            server has room for by its keys and values, where it says so, else 64.
         timeout: seconds that one completion may take; it is requested again then.
         patience: seconds in which the server must start, complete one of all requests, or take new
             weights. After that, further attempts are useless.
@@ -157,7 +161,7 @@ class VLLMServer:
         tokenizer: PreTrainedTokenizerBase | None = None,
         updates: Files | Nccl | Adapters | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        concurrency: int = 64,
+        concurrency: int | None = None,
         timeout: float = 600.0,
         patience: float = 1200.0,
         key: str | None = None,
@@ -176,6 +180,8 @@ class VLLMServer:
         )
         self._calls: set[asyncio.Task[Any]] = set()
         self._heard, self._late, self._closed = 0.0, False, False
+        self._completions = self._tokens = 0  # that it has completed, and theirs
+        self._reviving: threading.Thread | None = None
         timeout = min(timeout, patience)
         self._client = VLLMClient(
             url, concurrency=concurrency, timeout=timeout, patience=patience, key=key
@@ -212,6 +218,29 @@ class VLLMServer:
         for call in self._calls:
             call.cancel()
         self._end()
+
+    def revive_beside(self) -> None:
+        """Begin to revive a server that is down, while others go on; no error of it is raised."""
+        if self._revive is None or (self._reviving is not None and self._reviving.is_alive()):
+            return
+        self._reviving = threading.Thread(
+            target=self._try_to_revive, daemon=True, name="burnish-revive"
+        )
+        self._reviving.start()
+
+    def _try_to_revive(self) -> None:
+        assert self._revive is not None
+        try:
+            self._revive()
+        except (SourceError, OSError) as error:
+            if not self._closed:
+                log.warning("%s", error)
+
+    def _expected(self, sampling: SamplingParams) -> int:
+        """The tokens that a completion is expected to have: as many as others had on average."""
+        if self._completions == 0:
+            return sampling.max_tokens
+        return min(sampling.max_tokens, -(-self._tokens // self._completions))
 
     async def _known_version(self) -> int | None:
         try:
@@ -306,7 +335,9 @@ class VLLMServer:
         params = sampling_params(request.sampling, request.seed(index))
         with self.updates.model() as model:
             body = {"model": model, "token_ids": list(request.prompt), "sampling_params": params}
-            response = await self._within_patience(self._client.generate(body, request.priority))
+            tokens = len(request.prompt) + self._expected(request.sampling)
+            generating = self._client.generate(body, request.priority, tokens)
+            response = await self._within_patience(generating)
             self._note_heard()
             try:
                 answer = read_completion(
@@ -317,6 +348,8 @@ class VLLMServer:
                 raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
                                   f"{known}? It says {shown(response)}") from error  # fmt: skip
             spans = self.updates.spans(answer.labels, model)
+            self._completions += 1
+            self._tokens += len(answer.tokens)
         return to_sample(
             request,
             index,
@@ -330,12 +363,14 @@ class VLLMServer:
 
 
 class VLLMServers:
-    """Servers of one model as one source: weights go to all, and requests to the one with the
-    fewest under way.
+    """Servers of one model as one source: weights go to all, and completions are dealt out so that
+    each has as many under way.
 
-    All requests of one task go to one server, whose prefix cache holds its prompt, until that
-    refuses one. A server that is lost gets no requests, and those that it had go to the others,
-    until it takes new weights again.
+    Completions that are asked for at the same time are dealt together, those of one prompt to one
+    server as far as that goes, whose prefix cache holds the prompt. The turns of a conversation
+    stay on one server, until that refuses one. A server that is lost gets no requests, and those
+    that it had go to the others, until it takes new weights again; one that the run has started is
+    revived meanwhile.
     """
 
     overlaps, stored = True, False
@@ -351,30 +386,62 @@ class VLLMServers:
         self._ready: list[VLLMServer] = []  # with the weights that were published last
         self._version: int | None = None
         self._under_way: Counter[VLLMServer] = Counter()  # completions
-        self._home: dict[tuple[int, int], VLLMServer] = {}  # by key and task
+        self._home: dict[_Completion, VLLMServer] = {}
+        self._undealt: set[_Completion] = set()
 
     async def sample(self, request: Request) -> list[Sample]:
-        prompt = (request.key, request.task)
+        if len(request.indices) == 1:
+            return await self._complete(request)
+        parts = [replace(request, indices=[index]) for index in request.indices]
+        samples = await gather_or_cancel(map(self._complete, parts))
+        return [sample for (sample,) in samples]
+
+    async def _complete(self, request: Request) -> list[Sample]:
+        (index,) = request.indices
+        completion = (request.key, request.task, index)
         while True:
-            server = self._home.get(prompt)
-            if server not in self._ready:
-                server = min(self._ready or self.servers, key=self._under_way.__getitem__)
-                self._home[prompt] = server
-            self._under_way[server] += len(request.indices)
+            server = await self._server_of(completion)
+            self._under_way[server] += 1
             try:
                 return await server.sample(request)
             except SourceBusy:
                 others = [other for other in self._ready if other is not server]
                 if others:  # the next attempt is theirs
-                    self._home[prompt] = min(others, key=self._under_way.__getitem__)
+                    self._home[completion] = min(others, key=self._under_way.__getitem__)
                 raise
             except SourceLost as error:
                 self._drop({server: error})
             finally:
-                self._under_way[server] -= len(request.indices)
+                self._under_way[server] -= 1
+
+    async def _server_of(self, completion: _Completion) -> VLLMServer:
+        while (server := self._home.get(completion)) not in (self._ready or self.servers):
+            self._undealt.add(completion)
+            await asyncio.sleep(0)  # for the others that are asked for at the same time
+            if completion in self._undealt:
+                self._deal()
+        assert server is not None
+        return server
+
+    def _deal(self) -> None:
+        """Give each completion a server, so that all will have as many under way, or one more."""
+        servers = self._ready or self.servers
+        under_way = Counter({server: self._under_way[server] for server in servers})
+        share = -(-(under_way.total() + len(self._undealt)) // len(servers))
+        server, prompt = servers[0], None
+        for completion in sorted(self._undealt):
+            if completion[:2] != prompt or under_way[server] >= share:
+                server = min(servers, key=under_way.__getitem__)
+                prompt = completion[:2]
+            self._home[completion] = server
+            under_way[server] += 1
+        self._undealt.clear()
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         up = await self._up() or self.servers
+        for server in self.servers:
+            if server not in up:
+                server.revive_beside()
         failed = await send_weights(up, up[0].check_weights(weights), version)
         self._ready = list(up)
         self._drop(failed)

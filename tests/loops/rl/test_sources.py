@@ -236,6 +236,88 @@ def test_a_server_that_is_started_is_told_its_options_and_ends_with_the_run(
     assert ended == [True]
 
 
+def test_a_run_that_loses_one_of_two_servers_ends_in_the_same_weights(fake, fields):
+    output = Path(fields["output"])
+    quiet = {**fields, "output": f"{output}-quiet"}
+    open_grpo(GRPO(**quiet, source="vllm", vllm=VLLM(url=fake.url))).train()
+    other, asked = Fake(fake.tokenizer), []
+    other.root, other.config = fake.root, fake.config
+
+    def die(body):
+        """In the middle of the second rollout; of one that it has answered already, too."""
+        if body["sampling_params"].get("seed") is not None:
+            asked.append(body)
+        if len(asked) <= 12:
+            return fake.do_inference_v1_generate(body)
+        other.odd = dict.fromkeys(["/health", "/inference/v1/generate"], lambda body: (None, 0))
+        return None, 0
+
+    other.do_inference_v1_generate = die
+    try:
+        urls = [fake.url, other.url]
+        open_grpo(GRPO(**fields, source="vllm", vllm=VLLM(url=urls))).train()
+    finally:
+        other.close()
+    assert len(asked) > 12
+    weights = [
+        (Path(run) / "model/model.safetensors").read_bytes() for run in (output, f"{output}-quiet")
+    ]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"url": "http://127.0.0.1:1", "servers": 2}, "leave out python, .* and servers, or the"),
+        ({"servers": 2, "options": {"port": 8001}}, "port is that of one server"),
+        (
+            {"servers": 2, "environment": {"CUDA_VISIBLE_DEVICES": "0,1,2"}},
+            "names 3 devices, which vllm.servers=2 can't have equally many of",
+        ),
+    ],
+)
+def test_settings_that_contradict_several_servers_are_refused(changed, message):
+    config = GRPO(model="m", data="d", output="o", source="vllm", vllm=VLLM(**changed))
+    with pytest.raises(ValueError, match=message):
+        config.refuse_contradictions()
+
+
+def test_several_servers_that_are_started_divide_devices_and_memory(fake, fields, monkeypatch):
+    other, asked, ended = Fake(fake.tokenizer), {}, []
+    other.root, other.config = fake.root, fake.config
+    other.do_inference_v1_generate = fake.do_inference_v1_generate
+    urls = {"vllm.log": fake.url, "vllm-2.log": other.url}
+
+    class Started:
+        key = None
+
+        def __init__(self, model, **options):
+            self.name = Path(options["log"]).name
+            self.url = urls[self.name]
+            asked[self.name] = options
+
+        def revive(self):
+            raise AssertionError("it is well")
+
+        def close(self):
+            ended.append(self.name)
+
+    monkeypatch.setattr(sampling, "ServerProcess", Started)
+    vllm = VLLM(servers=2, environment={"CUDA_VISIBLE_DEVICES": "1, 2,5,7", "A": "b"})
+    try:
+        open_grpo(GRPO(**fields, source="vllm", vllm=vllm)).train()
+    finally:
+        other.close()
+    assert fake.label == other.label and fake.label.startswith("1@"), "files are written once"
+    assert sorted(ended) == sorted(urls)
+    environments = [asked[name]["environment"] for name in urls]
+    assert environments == [
+        {"CUDA_VISIBLE_DEVICES": "1,2", "A": "b"},
+        {"CUDA_VISIBLE_DEVICES": "5,7", "A": "b"},
+    ]
+    assert [asked[name]["share"] for name in urls] == [0.2, 0.2]
+
+
 def test_a_server_that_the_user_runs_gets_the_key_that_is_configured(fake, fields):
     fake.key = "of the user"
     with pytest.raises(
@@ -439,9 +521,9 @@ def test_held_out_prompts_are_sampled_by_the_server_after_those_that_train(
     fake.do_inference_v1_generate = note
     priorities, passed = Counter(), Gate.passed
 
-    def passed_by(gate, priority=0):
+    def passed_by(gate, priority=0, size=1):
         priorities[priority] += 1
-        return passed(gate, priority)
+        return passed(gate, priority, size)
 
     monkeypatch.setattr(Gate, "passed", passed_by)
     monkeypatch.setattr(

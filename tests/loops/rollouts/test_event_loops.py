@@ -253,14 +253,40 @@ def test_a_place_at_a_gate_is_not_lost_with_those_that_are_given_up():
             async with gate.passed():
                 pass
 
-        await gate._enter(0)
+        await gate._enter(0, 1)
         waiting = [asyncio.create_task(go()) for _ in range(3)]
         await asyncio.sleep(0)
         waiting[0].cancel()  # while it waits
-        gate._leave()
+        gate._leave(1)
         waiting[1].cancel()  # at the moment at which it has got the place
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.wait_for(go(), 10)
         return [task.cancelled() for task in waiting]
 
     assert asyncio.run(passing()) == [True, True, False]
+
+
+def test_a_large_one_at_a_gate_is_not_overtaken_and_lets_others_in_when_it_is_given_up():
+    async def passing():
+        gate, within = Gate(10), []
+
+        async def go(name, size):
+            async with gate.passed(size=size):
+                within.append(name)
+                await asyncio.sleep(60 if name == "first" else 0)
+
+        first = asyncio.create_task(go("first", 4))
+        await asyncio.sleep(0)
+        large, small = (asyncio.create_task(go(*each)) for each in (("large", 99), ("small", 1)))
+        await asyncio.sleep(0.01)
+        assert within == ["first"], "there is room for the small one, which came later"
+        large.cancel()
+        await small
+        await asyncio.gather(large, return_exceptions=True)
+        last = asyncio.create_task(go("all", 99))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait_for(last, 10)
+        return within
+
+    assert asyncio.run(passing()) == ["first", "small", "all"]

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import types
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
@@ -348,6 +349,46 @@ class TestAnswers:
         fake.odd["/inference/v1/generate"] = slowly
         assert len(published(source, ask(range(12)))) == 12
         assert most == 3
+
+    def test_as_many_are_under_way_as_the_server_has_room_for(self, connect, fake):
+        fake.config["cache_config"] = {"kv_cache_size_tokens": 100}
+        fake.config["scheduler_config"] = {"max_num_seqs": 8}
+        source, most = connect(), []
+        usual, lock, now = fake.do_inference_v1_generate, threading.Lock(), [0]
+
+        def slowly(body):
+            with lock:
+                now[0] += 1
+                most.append(now[0])
+            time.sleep(0.05)
+            with lock:
+                now[0] -= 1
+            status, reply = usual(body)
+            if body["sampling_params"]["max_tokens"] == 1:  # the server is tried out
+                return status, reply
+            return status, {"choices": [choice([1, 2], fake.label, finish_reason="abort")]}
+
+        fake.odd["/inference/v1/generate"] = slowly
+
+        async def run():
+            await source.publish(weights(), 1)
+            await source.sample(ask(range(12), max_tokens=23))  # a prompt of two
+            first = max(most)
+            most.clear()
+            await source.sample(ask(range(20), max_tokens=23))
+            return first, max(most)
+
+        # 25 tokens each at most; then 4 as those before, of which only 8 are worked on
+        assert asyncio.run(run()) == (4, 8)
+
+    @pytest.mark.parametrize(
+        "told", [None, {}, {"kv_cache_size_tokens": -1}, {"kv_cache_size_tokens": "9"}]
+    )
+    def test_a_server_that_does_not_say_what_it_has_room_for_gets_64(self, connect, fake, told):
+        fake.config["cache_config"] = told
+        fake.config["scheduler_config"] = {"max_num_seqs": 8}
+        assert connect()._client._places == 64
+        assert connect(concurrency=5)._client._places == 5
 
     @pytest.mark.parametrize(
         ("changes", "says"),
@@ -1067,6 +1108,70 @@ class TestServers:
         assert len(first) == len(second) == 5 and not first & second
         assert sum(prompt[1] == 3 for each in pair for prompt in each.asked) == 8
 
+    def test_completions_are_dealt_equally_where_there_are_fewer_prompts_than_servers(
+        self, connect, model, pair
+    ):
+        fakes = [*pair, *(self.counting(Fake(model.tokenizer)) for _ in range(2))]
+        source = VLLMServers([connect(url=each.url, patience=300.0) for each in fakes])
+
+        async def run():
+            await source.publish(weights(), 1)
+            for each in fakes:
+                each.asked.clear()
+            requests = [
+                Request(task, [5, task], [index], SamplingParams(1), key=1)
+                for task in range(2)
+                for index in range(64)
+            ]
+            await asyncio.gather(*map(source.sample, requests))
+            dealt = [Counter(prompt[1] for prompt in each.asked) for each in fakes]
+            further = [replace(request, turn=1) for request in requests[:40]]
+            await asyncio.gather(*map(source.sample, further))
+            return dealt, [len(each.asked) for each in fakes]
+
+        try:
+            dealt, with_further = asyncio.run(run())
+        finally:
+            for each in fakes[2:]:
+                each.close()
+        assert sorted(map(str, dealt)) == sorted(
+            str(Counter({task: 32})) for task in (0, 0, 1, 1)
+        ), "a prompt is in as few caches as possible"
+        assert sorted(with_further) == [32, 32, 40, 64], "a conversation stays where it began"
+
+    def test_one_that_is_down_is_revived_while_the_other_goes_on(
+        self, connect, pair, model, caplog
+    ):
+        revived, may_start = [], threading.Event()
+
+        def revive():
+            may_start.wait(60)
+            revived.append(self.counting(Fake(model.tokenizer, pair[0].port)))
+
+        source = VLLMServers(
+            [connect(url=each.url, revive=revive if each is pair[0] else None) for each in pair]
+        )
+
+        async def run():
+            await source.publish(weights(), 1)
+            pair[0].close()
+            await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
+            await source.publish(weights(), 2)
+            await source.publish(weights(), 3)
+            assert not revived, "nothing has waited for it"
+            may_start.set()
+            await asyncio.to_thread(wait_until, lambda: revived)
+            await source.publish(weights(), 4)
+            await asyncio.gather(*(source.sample(self.group(task)) for task in range(4)))
+
+        try:
+            asyncio.run(run())
+            (back,) = revived
+            assert back.label.startswith("4@") and len(back.asked) == 8
+        finally:
+            for server in revived:
+                server.close()
+
     def test_weights_go_to_both(self, source, pair):
         got = [[], []]
         for each, tensors in zip(pair, got, strict=True):
@@ -1253,20 +1358,26 @@ class TestServers:
                 server.close()
 
     def test_one_that_refuses_is_not_lost_and_the_other_is_asked_next(self, source, pair, caplog):
+        requests = [
+            Request(task, [5, task], [index], SamplingParams(3), key=1)
+            for task in range(8)
+            for index in range(4)
+        ]
+
         async def run():
             await source.publish(weights(), 1)
             pair[0].odd["/inference/v1/generate"] = lambda body: error(429, "too many requests")
             refused = 0
-            for task in range(4):
+            for request in requests[:16]:
                 try:
-                    await source.sample(self.group(task))
+                    await source.sample(request)
                 except SourceBusy:
                     refused += 1
-                    await source.sample(self.group(task))
+                    await source.sample(request)
             assert refused > 0 and not pair[0].asked and len(pair[1].asked) == 16
             del pair[0].odd["/inference/v1/generate"]
-            await asyncio.gather(*(source.sample(self.group(task)) for task in range(4, 8)))
-            assert pair[0].asked
+            await asyncio.gather(*map(source.sample, requests[16:]))
+            assert len(pair[0].asked) == 8, "it has its share again"
 
         asyncio.run(run())
         assert "continue without it" not in caplog.text
@@ -1282,7 +1393,7 @@ class TestServers:
                 error(400, "cursed"),
             )[1]
         with pytest.raises(Rejected, match="answered 400: cursed"):
-            asyncio.run(source.sample(self.group(0)))
+            asyncio.run(source.sample(ask()))
         assert len(asked) == 1
         for each in pair:
             each.odd["/inference/v1/generate"] = lambda body: (None, 0)
