@@ -668,6 +668,10 @@ class Teacher(Settings):
     """Name or directory of the teacher, a causal LM with the same tokenizer; from Python, also the
     model.
     """
+    prompt: str | None = None
+    """Column of the data with the prompt that the teacher reads in place of the student's: with a
+    demonstration, an answer or feedback in it. A teacher of the student's own name then is the
+    student before training, which learns to do without (SDFT)."""
     logprobs: str | None = None
     """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run
     with top_k left.
@@ -706,6 +710,11 @@ class Teacher(Settings):
             "beta": ("jsd", "alpha_beta_divergence"),
             "taid_start": ("taid",),
         }
+        if self.prompt is not None and (self.model is None or self.top_k is not None):
+            yield (
+                "teacher.prompt: what is stored of a teacher is under the student's prompts; give --teacher.model, and "
+                "neither teacher.top_k nor teacher.logprobs"
+            )
         for name, divergences in read.items():
             given = getattr(self, name) != getattr(Teacher, name)
             if given and self.divergence not in divergences:

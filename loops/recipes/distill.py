@@ -6,7 +6,7 @@ the steps it is therefore trained on its own completions of the step's prompts (
 2023, arXiv:2306.13649).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...data import Encode, encode_supervised
+from ...data import Encode, encode_supervised, where
 from ...objectives import iw_opd, sampled_reverse_kl
 from ..batch import Batch
+from ..config import Teacher
 from ..models.policy import Policy
 from ..rl.context import RLContext
 from ..rl.feed import RolloutFeed
@@ -27,7 +28,15 @@ from ..rollouts.replay import open_sample_log
 from ..runs.context import RunContext, open_run
 from ..runs.feed import Feed, Measure, StepFeed
 from ..runs.reference import Reference, frozen
-from ..runs.teacher import TaidSchedule, load_teacher, open_teacher
+from ..runs.teacher import (
+    PROMPT_COLUMN,
+    TaidSchedule,
+    add_teacher_prompts,
+    as_the_teacher_reads,
+    encode_with_teacher_prompts,
+    load_teacher,
+    open_teacher,
+)
 from ..runs.trackers import log_table
 from ..runs.training import Training
 from ..train.losses import (
@@ -59,7 +68,10 @@ def open_distill(config: Distill) -> Training:
     context = open_run(config, encoder(config), no_images="this recipe trains on text alone so far")
     needed = tensors_needed(losses)
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
-    model = load_teacher(context, config.teacher) if on_samples else None
+    model = None
+    if config.teacher.model is not None and (on_samples or "divergence" in needed):
+        model = load_teacher(context, config.teacher)
+        check_teacher_context(model, context, config)
     teacher, stored = open_teacher(
         context, config.teacher, needed="divergence" in needed, model=model
     )
@@ -68,20 +80,56 @@ def open_distill(config: Distill) -> Training:
     schedule = None
     if config.teacher.divergence == "taid":
         schedule = TaidSchedule(config.teacher.taid_start, config.teacher.taid_start)
+    prepare = partial(prepared_for_teacher, config.teacher, schedule)
     if not config.on_policy:
-        adaptive: dict[str, Any] = {}
-        if schedule is not None:
-            adaptive = {"prepare": schedule.prepare, "memory": schedule}
         columns = columns_of(losses)
-        return context.train(losses, read, columns=columns, per_token=(stored,), **adaptive)
+        return context.train(
+            losses, read, columns=columns, per_token=(stored,), prepare=prepare, memory=schedule
+        )
     if model is not None:
         logprobs = context.accelerator.autocast()(frozen(model, temperature=temperature))
         read = partial(with_teacher, read, logprobs)
-    return context.train(losses, read, MixedFeed(context, schedule))
+    return context.train(losses, read, MixedFeed(context, prepare, schedule))
+
+
+def check_teacher_context(teacher: Policy, context: RunContext[Policy], config: Distill) -> None:
+    """Raise ValueError if the teacher's own prompts and the completions exceed its context."""
+    limit = getattr(teacher.plain.config.get_text_config(), "max_position_embeddings", None)
+    if config.teacher.prompt is None or limit is None or context.stream is not None:
+        return
+    sampled = config.max_tokens if config.on_policy else 0
+    for row in context.data:
+        prompt = len(row[PROMPT_COLUMN])
+        length = prompt + max(sampled, *map(len, row["completions"]))
+        if length > limit:
+            raise ValueError(
+                f"{where(context.records, row['_row'])}: the teacher's prompt of {prompt} tokens and its completion "
+                f"make {length}, and the teacher's context is {limit}; shorten the column {config.teacher.prompt}"
+            )
+
+
+def prepared_for_teacher(
+    teacher: Teacher,
+    schedule: TaidSchedule | None,
+    feed: "Feed | MixedFeed",
+    step: int,
+    micro_batches: list[Batch],
+) -> list[Batch]:
+    """The micro-batches of a step with what the teacher reads beside them: its own prompts, and how
+    far taid's has come.
+    """
+    if teacher.prompt is not None:
+        micro_batches = add_teacher_prompts(feed.dataset, feed.plan(step), micro_batches)
+    if schedule is not None:
+        micro_batches = schedule.prepare(feed, step, micro_batches)
+    return micro_batches
 
 
 def encoder(config: Distill) -> Encode:
     """The encoder of demonstrations; it marks the tokens that ``train_on`` names."""
+    if config.teacher.prompt is not None:
+        column = config.teacher.prompt
+        return partial(encode_with_teacher_prompts, train_on=config.train_on, column=column)
     return partial(encode_supervised, train_on=config.train_on)
 
 
@@ -114,20 +162,28 @@ def with_teacher(
     read: TensorReader, teacher_logp: Reference, policy: nn.Module, batch: Batch
 ) -> Tensors:
     """The student's tensors, and the teacher's log-probs of the same tokens."""
-    return {("tokens", "teacher_logp"): teacher_logp(batch), **read(policy, batch)}
+    rated = teacher_logp(as_the_teacher_reads(batch))
+    return {("tokens", "teacher_logp"): rated, **read(policy, batch)}
 
 
 class MixedFeed(StepFeed):
     """The steps of the data, some of them with the student's own completions of their prompts.
 
     Args:
-        schedule: of taid's teacher, which follows the loss of both kinds of steps.
+        prepare: as of `Feed`, for steps of both kinds.
+        schedule: of taid's teacher, which follows the loss of both.
     """
 
     stateful = True
 
-    def __init__(self, context: RunContext[Policy], schedule: TaidSchedule | None = None) -> None:
+    def __init__(
+        self,
+        context: RunContext[Policy],
+        prepare: Callable[..., list[Batch]],
+        schedule: TaidSchedule | None = None,
+    ) -> None:
         config = context.config
+        self.prepare = prepare
         self.schedule = schedule
         self.data = context.feed(context.data)
         self.held_out: Feed | None = None
@@ -164,16 +220,15 @@ class MixedFeed(StepFeed):
         self.last = step
         rollout = self.rollout_of.get(step)
         batches = self.data(step) if rollout is None else self.rollouts(rollout)
-        return self._prepared(self, step, marked(batches, rollout is not None))
+        return self.prepare(self, step, marked(batches, rollout is not None))
 
     def _held_out(self, feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:
-        return self._prepared(feed, step, marked(micro_batches, False))
+        return self.prepare(feed, step, marked(micro_batches, False))
 
-    def _prepared(self, feed: StepFeed, step: int, micro_batches: list[Batch]) -> list[Batch]:
-        """The micro-batches with how far taid's teacher has come, if it is that."""
-        if self.schedule is None:
-            return micro_batches
-        return self.schedule.prepare(feed, step, micro_batches)
+    @property
+    def dataset(self) -> Any:
+        """The encoded examples, whose prompts the student completes in some steps."""
+        return self.data.dataset
 
     def plan(self, step: int) -> list[list[int]]:
         """The indices of examples in each micro-batch: of those completed, in an on-policy step."""

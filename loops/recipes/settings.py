@@ -83,9 +83,11 @@ class Pairs(Settings):
     """Assumed share of pairs labeled the wrong way round, for every loss that has this."""
 
 
-def _taid_contradictions(teacher: Teacher) -> Iterator[str]:
+def _distill_alone(teacher: Teacher) -> Iterator[str]:
     if teacher.divergence == "taid":
         yield "teacher.divergence: taid follows the loss of distill; use another one here"
+    if teacher.prompt is not None:
+        yield "teacher.prompt: is for distill; leave it out here"
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class DPO(Referenced, Pairs, OfflineConfig):
         yield from super().contradictions()
         if self.logprob_reduction == "mean" and self.ld_alpha != 1:
             yield "ld_alpha: is for sums of log-probs; leave it out, or set logprob_reduction to sum"
-        yield from _taid_contradictions(self.teacher)
+        yield from _distill_alone(self.teacher)
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ class KTO(Referenced, OfflineConfig):
             yield "kto: its z0 comes from completions of other prompts; use a batch_size of 2 or more"
         if "kto" in losses_named(self.loss) and self.reference == "precompute":
             yield "reference: the mismatched completions of kto can't be precomputed; use copy or adapters_off"
-        yield from _taid_contradictions(self.teacher)
+        yield from _distill_alone(self.teacher)
 
 
 @dataclass(frozen=True)

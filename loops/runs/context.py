@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 
 _NAMED = 4  # rows in a message
 # Columns of encoded examples that no user named, so that no loss can read them.
-_ENCODED = {"prompt", "completions", "trained", "images", "row", "_row"}
+_ENCODED = {"prompt", "completions", "trained", "images", "row", "_row", "teacher_prompt"}
 
 
 @dataclass

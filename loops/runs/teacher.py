@@ -15,9 +15,25 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from ...data import DataError, Example, check_same_vocabulary
+from ...data import (
+    Accounting,
+    DataError,
+    Example,
+    Parts,
+    Records,
+    Stream,
+    Tokenization,
+    check_same_vocabulary,
+    encode_prompts,
+    encode_supervised,
+    load_data,
+    where,
+)
+from ...data.columns import OPTION_COLUMNS
+from ...data.examples import TrainOn
 from ...objectives import (
     Stats,
     alpha_beta_divergence,
@@ -60,9 +76,10 @@ def open_teacher(
         return stored.outputs, stored.columns
 
     def live(batch: Batch) -> TeacherOutputs:
+        seen = as_the_teacher_reads(batch)
         with context.accelerator.autocast():
             outputs = model.teacher_outputs(
-                batch,
+                seen,
                 beta=beta_of(config),
                 temperature=config.temperature,
                 dense=not context.model.fused,
@@ -165,6 +182,94 @@ def objective_of(
         case "taid":
             return partial(taid, t=float(batch.columns[TAID_COLUMN]))
     return None
+
+
+PROMPT_COLUMN = "teacher_prompt"
+
+
+def encode_with_teacher_prompts(
+    records: Parts,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Tokenization,
+    *,
+    train_on: TrainOn,
+    column: str,
+) -> tuple[Dataset, Accounting]:
+    """Demonstrations with a column ``teacher_prompt``, the token ids that a teacher reads in place
+    of the prompt.
+
+    Args:
+        column: of the records, with the teacher's prompts, as text or messages.
+
+    Raises:
+        DataError: if there is no such column, or if an example's prompt is not its row's, so that
+            another can't take its place.
+    """
+    parts, _ = load_data(records)
+    for part in parts:
+        for name in ("prompt", column):
+            if name not in part.dataset.column_names:
+                there = ", ".join(part.dataset.column_names)
+                raise DataError(
+                    f"{part.source}: teacher.prompt wants rows with a column prompt, a completion, and a column "
+                    f"{column}; there are {there}"
+                )
+    data, accounting = encode_supervised(parts, tokenizer, options, train_on=train_on)
+    whole = replace(options, max_length=None, truncation=None)
+    own = _prompts_by_row(parts, tokenizer, whole, "prompt")
+    theirs = _prompts_by_row(parts, tokenizer, whole, column)
+    prompts = []
+    for row, prompt in zip(data["_row"], data["prompt"], strict=True):
+        if prompt != own[row]:
+            raise DataError(
+                f"{where(parts, row)}: what the student reads before the tokens that train is not its prompt, so the "
+                "teacher's can't take its place; set train_on to completion, and a max_length that cuts no prompt"
+            )
+        prompts.append(theirs[row])
+    return data.add_column(PROMPT_COLUMN, prompts), accounting
+
+
+def _prompts_by_row(
+    parts: Sequence[Records], tokenizer: PreTrainedTokenizerBase, options: Tokenization, column: str
+) -> dict[int, list[int]]:
+    """The token ids of a column of prompts, by the row of the records."""
+    renamed = []
+    for part in parts:
+        kept = [name for name in (column, *OPTION_COLUMNS) if name in part.dataset.column_names]
+        dataset = part.dataset.select_columns(kept).rename_columns({column: "prompt"})
+        renamed.append(replace(part, dataset=dataset))
+    encoded, _ = encode_prompts(renamed, tokenizer, options)
+    return dict(zip(encoded["row"], encoded["prompt"], strict=True))
+
+
+def add_teacher_prompts(
+    data: Dataset | Stream, plan: Sequence[Sequence[int]], micro_batches: Sequence[Batch]
+) -> list[Batch]:
+    """The micro-batches with the teacher's prompts, a column [examples, longest], filled up by −1.
+
+    Args:
+        data: examples of `encode_with_teacher_prompts`.
+        plan: the indices of the examples of each micro-batch.
+    """
+    prepared = []
+    for batch, indices in zip(micro_batches, plan, strict=True):
+        prompts = [torch.tensor(data[index][PROMPT_COLUMN]) for index in indices]
+        column = torch.zeros(0, 0, dtype=torch.int64)
+        if prompts:
+            column = pad_sequence(prompts, batch_first=True, padding_value=-1)
+        columns = {**batch.columns, PROMPT_COLUMN: column.to(batch.target.device)}
+        prepared.append(replace(batch, columns=columns))
+    return prepared
+
+
+def as_the_teacher_reads(batch: Batch) -> Batch:
+    """The same completions, after the teacher's prompts where it has its own."""
+    if PROMPT_COLUMN not in batch.columns:
+        return batch
+    examples = []
+    for example, ids in zip(batch.examples, batch.columns[PROMPT_COLUMN].tolist(), strict=True):
+        examples.append(example._replace(prompt=[token for token in ids if token >= 0]))
+    return replace(batch, examples=examples)
 
 
 TAID_COLUMN = "taid_t"

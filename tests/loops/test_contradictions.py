@@ -131,6 +131,24 @@ RULES = [
         "teacher.taid_start: is for taid, and the divergence is forward_kl",
     ),
     (DPO, OFFLINE, {"teacher": Teacher(model="t", divergence="taid")}, "teacher.divergence: taid"),
+    (
+        DPO,
+        OFFLINE,
+        {"teacher": Teacher(model="t", prompt="hint")},
+        "teacher.prompt: is for distill",
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {"teacher": Teacher(model="t", prompt="hint", top_k=4)},
+        "teacher.prompt: what is stored of a teacher is under the student's prompts",
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {"teacher": Teacher(logprobs="t", prompt="hint")},
+        "teacher.prompt: what is stored of a teacher",
+    ),
     (KTO, OFFLINE, {"teacher": Teacher(model="t", divergence="taid")}, "teacher.divergence: taid"),
     (
         Distill,

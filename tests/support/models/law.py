@@ -45,6 +45,7 @@ from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.runs.context import RunContext, scale_loss
 from burnish.loops.runs.feed import Feed
 from burnish.loops.runs.reference import frozen
+from burnish.loops.runs.teacher import PROMPT_COLUMN, add_teacher_prompts, as_the_teacher_reads
 from burnish.loops.train.losses import (
     CHOSEN,
     ENTROPY,
@@ -108,7 +109,18 @@ IN_SIXTEEN_BITS = (
     "grpo_contexts",
 )
 IN_FLOAT16 = ("sft", "grpo")
-RECIPES = ("sft", *PAIRS, "composition", "kto", "bco", *SCORERS, "distill", "skewed", "ppo")
+RECIPES = (
+    "sft",
+    *PAIRS,
+    "composition",
+    "kto",
+    "bco",
+    *SCORERS,
+    "distill",
+    "skewed",
+    "self_taught",
+    "ppo",
+)
 
 GROUPS, ANSWERS, LONGEST = 5, 3, 8
 # What all share: two epochs of two minibatches, of which the third step is looked at, so that a
@@ -317,6 +329,19 @@ def setup(name, accelerator, mesh=None):
     if name == "distill":
         terms = {"distillation": Term(distillation), "nll": Term(nll, 0.5), **ENTROPY}
         return policy, single, {}, terms, policy_tensors(teacher=teacher_outputs), {}
+    if name == "self_taught":  # the teacher reads another prompt, longer or shorter
+        others = [example.prompt for example in make_examples(EXAMPLES, seed=7, completions=1)]
+        prompts = [{PROMPT_COLUMN: prompt} for prompt in others]
+
+        def prompted(feed, step, micro_batches):
+            return add_teacher_prompts(prompts, feed.plan(step), micro_batches)
+
+        def self_taught(batch):
+            return teacher_outputs(as_the_teacher_reads(batch))
+
+        terms = {"distillation": Term(distillation), **ENTROPY}
+        read = policy_tensors(teacher=self_taught)
+        return policy, single, {}, terms, read, {"prepare": prompted}
     if name == "skewed":
 
         def skewed(batch):
