@@ -194,6 +194,11 @@ def decoded(image: ImageRef) -> "Picture":
         ) from None
 
 
+def as_png(image: ImageRef) -> bytes:
+    """The file of the picture as `decoded` gives it, without loss, for another program."""
+    return _png(decoded(image))
+
+
 def _in_rgb(picture: "Picture") -> "Picture":
     from PIL import Image as pillow
 
@@ -291,6 +296,26 @@ class ImageReader:
         processed = Processed(texts, counts, tensors)
         self._keep(key, processed)
         return processed
+
+    def with_placeholders(self, prompt: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        """The prompt with a placeholder in place of the text of each image.
+
+        It is what another program with the same processor, such as vLLM, makes the prompt of.
+
+        Raises:
+            ImageError: if the text of an image is not where its reference says.
+        """
+        short = list(prompt)
+        shown = list(zip(images, self.read(images).texts, strict=True)) if images else []
+        for image, text in reversed(shown):
+            ids = self._ids(text)
+            start = image.start - ids.index(self.token)
+            if short[start : start + len(ids)] != ids:
+                raise ImageError(
+                    f"the text of the image {image.name} is not at token {start} of its prompt; encode its row again"
+                )
+            short[start : start + len(ids)] = self._ids(self.placeholder)
+        return short
 
     def _keep(self, key: tuple[bytes, ...], processed: Processed) -> None:
         self._kept[key] = processed

@@ -241,8 +241,6 @@ def _objection_to_images(config: OnlineConfig) -> str:
         return "an environment converses in text alone so far; leave it out"
     if config.agent is not None:
         return "an agent converses in text alone so far; leave it out"
-    if config.source != "policy":
-        return "the policy alone samples for images so far; set source to policy"
     return ""
 
 

@@ -171,6 +171,7 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
     config: OnlineConfig = replace(run.config, vllm=VLLM(**of_server))
     options = {**_of_revision(config), **config.vllm.options}
     known: dict[str, Any] = {"config": run.model.plain.config, "tokenizer": run.tokenizer}
+    known["images"] = None if run.model.images is None else run.model.images.reader
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory

@@ -12,13 +12,21 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from ....data.images import ImageReader, decoded
 from ..sample import Request, Sample
 from ..source import NamedWeights, SourceError, refuse_closed
 from .client import Rejected
 from .launch import SHARE
 from .plugin import burnish_vllm_files as plugin
 from .preflight import check_version, parameter_check
-from .server import VERSIONS, sample_each, sampling_params, to_sample
+from .server import (
+    VERSIONS,
+    check_prompt,
+    end_at_images,
+    sample_each,
+    sampling_params,
+    to_sample,
+)
 from .weights import Files, send_weights
 
 # operations that take their arguments as one request
@@ -71,6 +79,7 @@ class VLLMEngine:
         llm: from `start_engine`; with ``enable_sleep_mode`` it frees its memory while there is
             nothing to complete.
         config, tokenizer: of the trained model.
+        images: reads the images of prompts, as the trainer's policy does; None for text alone.
         directory: for weights in transit, see `Files`.
     """
 
@@ -83,6 +92,7 @@ class VLLMEngine:
         *,
         config: PretrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
+        images: ImageReader | None = None,
         directory: str | Path | None = None,
     ) -> None:
         from vllm import SamplingParams
@@ -95,6 +105,7 @@ class VLLMEngine:
         self.updates = Files(directory)
         self._check_weights = parameter_check(config)
         self.tokenizer = tokenizer
+        self.images = images
         self.vocab = max(config.get_text_config().vocab_size, len(tokenizer))
         self.context: int = llm.model_config.max_model_len
         self._asleep = self._closed = False
@@ -104,7 +115,18 @@ class VLLMEngine:
         self._driver: asyncio.Task[None] | None = None
 
     async def sample(self, request: Request) -> list[Sample]:
+        request = end_at_images(request, self.images)
         return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
+
+    def _prompt_of(self, request: Request) -> dict[str, Any]:
+        """The prompt as vLLM takes it: its tokens; with images, a placeholder for each of them, and
+        their pictures.
+        """
+        if self.images is None or not request.images:
+            return {"prompt_token_ids": list(request.prompt)}
+        short = self.images.with_placeholders(request.prompt, request.images)
+        pictures = [decoded(image) for image in request.images]
+        return {"prompt_token_ids": short, "multi_modal_data": {"image": pictures}}
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         refuse_closed(self._closed, "vllm")
@@ -133,6 +155,7 @@ class VLLMEngine:
     async def pause(self) -> None:
         self._running.clear()
         self._engine.reset_prefix_cache(True)  # also of unfinished completions
+        self._engine.reset_encoder_cache()  # what the old weights saw in images
 
     async def resume(self) -> None:
         self._running.set()
@@ -154,14 +177,17 @@ class VLLMEngine:
         output = None
         try:
             self._wake()
-            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, params)
+            self._engine.add_request(name, self._prompt_of(request), params)
             if self._driver is None or self._driver.done():
                 self._driver = asyncio.create_task(self._drive())
-            output = await completion
+            whole = await completion
+            output = whole.outputs[0]
         finally:
             del self._waiting[name]
             if output is None:
                 self._engine.abort_request([name])
+        if request.images:
+            check_prompt(request, whole.prompt_token_ids)
         drawn: list[tuple[int, float]] = []
         for top in output.logprobs:
             # vLLM lists the drawn token first, and with ``logprobs: 0`` alone: {id: Logprob}
@@ -191,7 +217,7 @@ class VLLMEngine:
                 for output in self._engine.step():
                     completion = self._waiting.get(output.request_id)
                     if output.finished and completion is not None and not completion.done():
-                        completion.set_result(output.outputs[0])
+                        completion.set_result(output)
                 await asyncio.sleep(0)
             may_sleep = self._llm.model_config.enable_sleep_mode
             if may_sleep and not self._engine.has_unfinished_requests():

@@ -6,7 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerBase,
+)
 
 from ..source import NamedWeights, SourceError, check_weights
 from .answers import described, shown
@@ -121,6 +125,7 @@ async def check_model(
     """
     path = Path(model) / "config.json"
     served = json.loads(path.read_text()) if path.exists() else {}  # if it is on a shared disk
+    served |= served.get("text_config", {})  # of a vision-language model
     for name in _SHAPE:
         if name in served and served[name] != getattr(config, name, served[name]):
             raise SourceError(f"vllm: the server has {model} with {name}={served[name]}, the trainer's model "
@@ -152,6 +157,8 @@ def parameter_check(config: object) -> Callable[[NamedWeights], NamedWeights]:
     unknown model, any.
     """
     auto: Any = AutoModelForCausalLM
+    if type(config) not in auto._model_mapping:
+        auto = AutoModelForImageTextToText
     if type(config) not in auto._model_mapping:
         return lambda weights: weights
     with torch.device("meta"):

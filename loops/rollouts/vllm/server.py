@@ -6,17 +6,20 @@ source is created, and again after every restart.
 """
 
 import asyncio
+import base64
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from ....data.images import ImageReader, as_png
 from ..event_loops import gather_or_cancel, off_loop, run
 from ..sample import Request, Sample, SamplingParams, VersionSpan, check_request
 from ..source import (
@@ -65,6 +68,33 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "logprobs": 0,  # log-probs of the drawn tokens only
         "detokenize": False,
     }
+
+
+def end_at_images(request: Request, reader: ImageReader | None) -> Request:
+    """The request, whose completions end with an image token, if one is drawn: no image belongs to
+    it, and the last token of a completion is none that the model reads.
+
+    Raises:
+        ValueError: if the prompt shows images, and there is no reader of them.
+    """
+    if reader is None:
+        if request.images:
+            raise ValueError(
+                f"task {request.task}: its prompt shows images, and the source has no processor to read them; give "
+                "it images=ImageReader(processor)"
+            )
+        return request
+    stop = (*request.sampling.stop, *sorted(reader.stop_tokens))
+    return replace(request, sampling=replace(request.sampling, stop=stop))
+
+
+def check_prompt(request: Request, tokens: Sequence[int] | None) -> None:
+    """Raise SourceError unless vLLM has made the request's prompt of placeholders and images."""
+    if list(tokens or ()) != list(request.prompt):
+        raise SourceError(
+            f"vllm: task {request.task}: it makes other tokens of the prompt's images than the trainer's processor "
+            "does; start it with the same model, and without mm_processor_kwargs"
+        )
 
 
 async def sample_each(
@@ -131,6 +161,7 @@ class VLLMServer:
         url: ``http://host:port``.
         config, tokenizer: of the trained model; those of the server's model, which must be readable
             here, unless given.
+        images: reads the images of prompts, as the trainer's policy does; None for text alone.
         updates: how weights get there, see `burnish.loops.rollouts.vllm.weights`; by default
             `Files` in memory, on this machine.
         dtype: the precision that the server must compute in: the trainer's, or else log-probs
@@ -159,6 +190,7 @@ class VLLMServer:
         *,
         config: PretrainedConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        images: ImageReader | None = None,
         updates: Files | Nccl | Adapters | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         concurrency: int | None = None,
@@ -170,6 +202,7 @@ class VLLMServer:
         versions: tuple[str, ...] = VERSIONS,
     ) -> None:
         self.updates = Files() if updates is None else updates
+        self.images = images
         self.dtype = dtype
         self._patience = patience
         self._revive = revive
@@ -194,7 +227,22 @@ class VLLMServer:
             raise
 
     async def sample(self, request: Request) -> list[Sample]:
-        return await sample_each(self._complete, request, vocab=self.vocab, context=self.context)
+        request = end_at_images(request, self.images)
+        complete = partial(self._complete, self._prompt_of(request))
+        return await sample_each(complete, request, vocab=self.vocab, context=self.context)
+
+    def _prompt_of(self, request: Request) -> dict[str, Any]:
+        """The prompt as the server takes it: its tokens; with images, a placeholder for each of
+        them, and their files.
+        """
+        if self.images is None or not request.images:
+            return {"token_ids": list(request.prompt)}
+        parts = []
+        for image in request.images:
+            encoded = base64.b64encode(as_png(image)).decode()
+            parts.append({"type": "image_url", "url": f"data:image/png;base64,{encoded}"})
+        short = self.images.with_placeholders(request.prompt, request.images)
+        return {"token_ids": short, "content_parts": parts, "return_token_ids": True}
 
     async def publish(self, weights: NamedWeights, version: int) -> None:
         await send_weights([self], self.check_weights(weights), version)
@@ -331,10 +379,10 @@ class VLLMServer:
     def _note_heard(self) -> None:
         self._heard, self._late = time.monotonic(), False
 
-    async def _complete(self, request: Request, index: int) -> Sample:
+    async def _complete(self, prompt: Mapping[str, Any], request: Request, index: int) -> Sample:
         params = sampling_params(request.sampling, request.seed(index))
         with self.updates.model() as model:
-            body = {"model": model, "token_ids": list(request.prompt), "sampling_params": params}
+            body = {"model": model, "sampling_params": params, **prompt}
             tokens = len(request.prompt) + self._expected(request.sampling)
             generating = self._client.generate(body, request.priority, tokens)
             response = await self._within_patience(generating)
@@ -347,6 +395,8 @@ class VLLMServer:
                 known = " or ".join(self._versions)
                 raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
                                   f"{known}? It says {shown(response)}") from error  # fmt: skip
+            if request.images:
+                check_prompt(request, response.get("prompt_token_ids"))
             spans = self.updates.spans(answer.labels, model)
             self._completions += 1
             self._tokens += len(answer.tokens)
