@@ -20,10 +20,11 @@ from ..environments.multi_turn import refuse_failing
 from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken, refuse_silent
 from ..rewards.table import RewardMonitor, reward_metrics, score
+from ..rollouts.arrays import from_tensors, to_tensors
 from ..rollouts.sample import Sample, from_record, to_record
 from ..runs.feed import Measure, StepFeed
 from ..runs.liveness import at, may_stand
-from ..runs.ranks import from_main
+from ..runs.ranks import from_main, tensors_from_main
 from .buffer import RolloutBuffer
 from .context import RLContext
 from .settings import OnlineConfig
@@ -120,12 +121,9 @@ class RolloutFeed(StepFeed):
         """Sample a rollout on the main process, or follow it; then compute its columns and metrics
         on every rank.
         """
-        context = self.context
         with at("sampling"):
-            groups, sampling_metrics = from_main(
-                context.run.accelerator, lambda: self._take(number), context.follow
-            )
-        rollout = self._buffer(groups, number)
+            samples, sampling_metrics = self._taken(number)
+        rollout = self._buffer(samples, number)
         if self.measure is not None:
             self._measure(rollout, self.measure)
         for name, column in self.advantages(rollout).items():
@@ -212,14 +210,35 @@ class RolloutFeed(StepFeed):
         if self.context.follow is not None:
             self.context.follow.close()
 
-    def _buffer(self, groups: list[list[Sample]], number: int) -> RolloutBuffer:
+    def _buffer(self, samples: list[Sample], number: int) -> RolloutBuffer:
         """The samples of a rollout with their scores."""
         precision = torch.promote_types(self.context.run.model.plain.dtype, torch.float32)
         rollout = RolloutBuffer(
-            groups, mask_truncated=self.config.mask_truncated, version=number, dtype=precision
+            samples, mask_truncated=self.config.mask_truncated, version=number, dtype=precision
         )
         rollout.score(self.context.rewards)
         return rollout
+
+    def _taken(self, number: int) -> tuple[list[Sample], dict[str, float]]:
+        """What `_take` returns, on every rank: the tokens as tensors, and the rest pickled."""
+        context = self.context
+        accelerator = context.run.accelerator
+        if accelerator.num_processes == 1:
+            groups, metrics = self._take(number)
+            return list(chain.from_iterable(groups)), metrics
+        tensors: dict[str, Tensor] = {}
+        samples: list[Sample] = []
+
+        def take() -> tuple[list[Sample], dict[str, float]]:
+            groups, metrics = self._take(number)
+            samples.extend(chain.from_iterable(groups))
+            emptied, of_tokens = to_tensors(samples)
+            tensors.update(of_tokens)
+            return emptied, metrics
+
+        emptied, metrics = from_main(accelerator, take, context.follow)
+        received = tensors_from_main(accelerator, tensors)
+        return samples or from_tensors(emptied, received), metrics
 
     def _take(self, number: int) -> tuple[list[list[Sample]], dict[str, float]]:
         """On the main process, the groups of a rollout; with dynamic sampling only groups whose

@@ -1,6 +1,7 @@
 """Rollouts: samples of the policy, each with the weights that every token was drawn from.
 
 sample                   one completion, its request, and the checks of both
+arrays                   samples as tensors, as they go from one rank to the others
 source                   the contract of every source of completions
 retries                  failed requests, repeated one completion at a time
 replay                   stored samples, a source too

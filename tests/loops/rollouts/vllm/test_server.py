@@ -23,6 +23,7 @@ from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.sample import Request, SamplingParams
 from burnish.loops.rollouts.source import SourceError, SourceLost
 from burnish.loops.rollouts.vllm.client import VLLMClient
+from burnish.loops.rollouts.vllm.launch import ServerProcess
 from burnish.loops.rollouts.vllm.server import VLLMServer, VLLMServers
 from burnish.loops.rollouts.vllm.weights import Adapters, Files
 from conformance import Conformance, Subject
@@ -329,6 +330,53 @@ def test_two_servers_share_a_run_and_go_on_when_one_is_killed_and_comes_back(
         if "continue without it" in record.getMessage()
     ]
     assert other.url in line and "1 of 2 servers" in line
+
+
+def test_a_run_that_loses_one_of_its_two_servers_ends_in_the_same_weights(
+    server, directory, tmp_path
+):
+    """About 100 s of processor time, nearly all of it vLLM's three starts."""
+    fields = {
+        **prepare(tmp_path),
+        "model": str(directory / "model"),
+        "max_tokens": 24,
+        "temperature": 0.7,
+        "steps": 4,
+        "source": "vllm",
+    }
+    quiet, loud = str(tmp_path / "quiet"), str(tmp_path / "loud")
+    started, killed, sample = [], [], VLLMServer.sample
+
+    class Started(ServerProcess):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    async def sample_and_kill(self, request):
+        if request.task == 5 and not killed:  # of the second rollout
+            killed.append(started[1].pid)
+            os.killpg(started[1].pid, signal.SIGKILL)
+        return await sample(self, request)
+
+    options = {"max_model_len": CONTEXT, "max_num_seqs": 32, "enforce_eager": True}
+    two = {
+        "servers": 2,
+        "python": vllm_python(),
+        "options": options,
+        "environment": ENVIRONMENT | FORKING,
+    }
+    with patch("burnish.loops.runs.training.draw_curves"):
+        one = {"url": server.url, "api_key": server.key}
+        open_grpo(GRPO(**fields, output=quiet, vllm=VLLM(**one))).train()
+        with (
+            patch("burnish.loops.rl.sources.ServerProcess", Started),
+            patch.object(VLLMServer, "sample", sample_and_kill),
+        ):
+            open_grpo(GRPO(**fields, output=loud, vllm=VLLM(**two))).train()
+    assert killed and len(started) == 2 and all(each.pid is None for each in started)
+    weights = [(Path(run) / "model/model.safetensors").read_bytes() for run in (quiet, loud)]
+    assert weights[0] == weights[1]
+    assert (Path(loud) / "vllm-2.log").exists()
 
 
 @contextmanager
