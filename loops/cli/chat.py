@@ -34,6 +34,14 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         help="0 takes the likeliest token; unless given, the model's own",
     )
+    parser.add_argument(
+        "--repetition_penalty",
+        type=float,
+        help="makes tokens that were said less likely, above 1; unless given, the model's own",
+    )
+    parser.add_argument(
+        "--stop", action="append", metavar="WORD", help="ends an answer; may be given several times"
+    )
     parser.add_argument("--max_tokens", type=int, default=512, help="of an answer")
     return parser
 
@@ -48,6 +56,12 @@ def run(words: Sequence[str]) -> None:
     with as_setting_error(f"tokenizer: {name}"):
         tokenizer = AutoTokenizer.from_pretrained(name)
     sampling = _sampling(options.temperature)
+    if options.repetition_penalty is not None:
+        if not options.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty: wanted > 0, got {options.repetition_penalty}")
+        sampling["repetition_penalty"] = options.repetition_penalty
+    if options.stop:
+        sampling["stop_strings"] = options.stop
     talk(model, tokenizer, system=options.system, max_tokens=options.max_tokens, **sampling)
 
 
@@ -129,6 +143,8 @@ def _answer(
     room = max_tokens if longest is None else min(max_tokens, longest - len(prompt))
     ends = list(end_tokens(model.generation_config, tokenizer))
     inputs = torch.tensor([list(prompt)], device=model.device)
+    if "stop_strings" in sampling:
+        sampling = {**sampling, "tokenizer": tokenizer}  # in whose text they are looked for
     completion = model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),

@@ -351,6 +351,37 @@ def _repository(trl: Translation) -> str:
     return f"{organization}/{name}" if organization and "/" not in name else str(name)
 
 
+# Names of vLLM's SamplingParams and of transformers' GenerationConfig, and ours.
+_GENERATION = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop": "stop",
+    "stop_strings": "stop",
+    "max_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def generation(trl: Translation) -> Fields:
+    given = trl.given.get("generation_kwargs")
+    if not given:
+        return {}
+    if isinstance(given, str):
+        given = get_loader("yaml")(given)
+    fields: Fields = {}
+    for name, value in dict(given).items():
+        if name not in _GENERATION:
+            return trl.refuse(
+                "generation_kwargs", nearest("there is no setting for", name, _GENERATION)
+            )
+        if value is not None:
+            fields[_GENERATION[name]] = [value] if isinstance(value, str) else value
+    return fields
+
+
 def supervised_loss(trl: Translation) -> Fields:
     kind = trl["loss_type"] or "nll"
     smoothing = float(trl["label_smoothing_factor"] or 0)

@@ -296,6 +296,11 @@ class Distill(SFT, SamplingConfig):
                 f"top_p, top_k, min_p: {on_samples[0]} is a policy gradient, biased where tokens are sampled from a "
                 "part of the distribution; sample from all of it, or use the loss distillation"
             )
+        if on_samples and self.repetition_penalty != 1:
+            yield (
+                f"repetition_penalty: {on_samples[0]} is a policy gradient, biased where tokens are sampled from "
+                "another distribution than the policy's; leave it out, or use the loss distillation"
+            )
         if self.teacher.model is None or self.teacher.top_k is not None:
             yield (
                 "on_policy: the student's completions are not known before training, so no teacher's outputs can have "

@@ -163,6 +163,12 @@ class SamplingConfig(Common):
     min_p: ClosedUnitInterval = 0.0
     """Sample from tokens of at least this share of the likeliest token's probability; 0 is all. It
     comes before top_k and top_p."""
+    repetition_penalty: PositiveFloat = 1.0
+    """Make tokens that the prompt or the completion has already less likely: their logits are
+    divided by it where positive, and multiplied where negative. 1 changes nothing."""
+    stop: list[str] = field(default_factory=list)
+    """Words that end a completion, beside the model's end tokens, such as </answer>. The tokens of
+    the word stay in it, and are trained on."""
     source: Literal["policy", "vllm", "vllm_engine"] = "policy"
     """Source of completions: the policy itself, on each rank a share of them, where it is sharded
     from a whole copy; a vLLM server; or vLLM within this process, which must be the only one."""
@@ -186,6 +192,8 @@ class SamplingConfig(Common):
                     f"parallel.{field_name}: a run that samples completions splits no {parts}, got {size}; shard by "
                     f"--parallel.dp_shard_size {size} instead"
                 )
+        if "" in self.stop:
+            yield "stop: an empty word would end every completion at its first token; leave it out"
         if self.temperature == 0:
             yield "temperature: at 0 every completion of a prompt is the same, wanted > 0, such as 1.0"
         if self.source == "policy":
@@ -214,7 +222,13 @@ class SamplingConfig(Common):
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(
-            self.max_tokens, self.temperature, self.top_p, self.top_k, min_p=self.min_p
+            self.max_tokens,
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_words=tuple(self.stop),
         )
 
     @property
@@ -395,8 +409,8 @@ class PolicyGradientConfig(OnlineConfig):
     max_logp_difference: PositiveFloat | None = None
     """Mean difference of the trainer's and the sampler's log-probs, in nats per token, above which
     the run ends in the first step on a rollout: it was sampled from other weights. Completions of
-    older weights are not judged. Null is 1, or no bound where top_p, top_k or min_p cut the
-    distribution, which a correction is then for; .inf is no bound.
+    older weights are not judged. Null is 1, or no bound where top_p, top_k, min_p or
+    repetition_penalty change the distribution, which a correction is then for; .inf is no bound.
     """
 
     def contradictions(self) -> Iterator[str]:
@@ -408,6 +422,11 @@ class PolicyGradientConfig(OnlineConfig):
                     "top_p, top_k, min_p: tokens sampled from a part of the distribution are more likely there than "
                     "under the policy, and its gradient is biased; sample from all of it, or set a correction, and "
                     "leave old_logprobs out"
+                )
+            if self.repetition_penalty != 1:
+                yield (
+                    "repetition_penalty: tokens are sampled from another distribution than the policy's, and its "
+                    "gradient is biased; leave it out, or set a correction, and leave old_logprobs out"
                 )
             return
         if self.old_logprobs == "sampled":
@@ -449,6 +468,6 @@ class PolicyGradientConfig(OnlineConfig):
         """The value of ``max_logp_difference``, given or not."""
         if self.max_logp_difference is not None:
             return self.max_logp_difference
-        # Where sampling is cut off, the sampler's log-probs are those of the rest, and the
-        # trainer's are not.
-        return math.inf if self.truncated else MAX_LOGP_DIFFERENCE
+        # Where sampling is cut off or penalized, the sampler's log-probs are those of what is left,
+        # and the trainer's are not.
+        return math.inf if self.sampling.altered else MAX_LOGP_DIFFERENCE

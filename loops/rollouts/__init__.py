@@ -3,6 +3,7 @@
 sample                   one completion, its request, and the checks of both
 arrays                   samples as tensors, as they go from one rank to the others
 source                   the contract of every source of completions
+stop_words               words that end a completion
 retries                  failed requests, repeated one completion at a time
 replay                   stored samples, a source too
 local/                   a source: the trainer's own module

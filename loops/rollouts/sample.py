@@ -42,6 +42,10 @@ class SamplingParams:
         stop: token ids that end a completion, as its last token.
         min_p: truncation at this share of the likeliest token's probability, none at 0; it comes
             before top_k and top_p, as in vLLM.
+        repetition_penalty: divides the positive logits of tokens that the prompt or the completion
+            has already, and multiplies the negative ones, before the temperature; none at 1. Keskar
+            et al. 2019, arXiv:1909.05858, section 4.1, for positive logits.
+        stop_words: end a completion by the token that completes one, and stay in it.
     """
 
     max_tokens: int
@@ -50,6 +54,8 @@ class SamplingParams:
     top_k: int = 0
     stop: tuple[int, ...] = ()
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_words: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -62,6 +68,16 @@ class SamplingParams:
             raise ValueError(f"top_k: must be >= 0, where 0 keeps all, got {self.top_k}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p: must be in [0, 1], where 0 keeps all, got {self.min_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty: must be > 0, where 1 is none, got {self.repetition_penalty}"
+            )
+        if isinstance(self.stop_words, str) or not all(
+            isinstance(word, str) and word for word in self.stop_words
+        ):
+            raise ValueError(
+                f"stop_words: wanted texts that are not empty, got {self.stop_words!r}"
+            )
         if not all(isinstance(token, Integral) for token in self.stop):
             raise ValueError(
                 f"stop: wanted token ids, such as those of tokenizer.encode, got {self.stop!r}"
@@ -71,6 +87,13 @@ class SamplingParams:
     def truncated(self) -> bool:
         """True if some tokens are never drawn."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def altered(self) -> bool:
+        """True if tokens are drawn from another distribution than the policy's at this
+        temperature.
+        """
+        return self.truncated or self.repetition_penalty != 1
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,8 @@ RULES = [
     (GRPO, ONLINE, {"group_size": 1}, "group_size: a completion is compared"),
     (GRPO, ONLINE, {"temperature": 0.0}, "temperature: at 0 every completion"),
     (GRPO, ONLINE, {"top_k": 5}, "top_p, top_k, min_p: tokens sampled from a part"),
+    (GRPO, ONLINE, {"repetition_penalty": 1.2}, "repetition_penalty: tokens are sampled from"),
+    (GRPO, ONLINE, {"stop": [""]}, "stop: an empty word"),
     (GRPO, ONLINE, {"correction": "tis", "old_logprobs": "sampled"}, "correction: tis compares"),
     (
         GRPO,

@@ -6,7 +6,7 @@ rows.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from ....data.images import ImageRef
 from ...models.images import has_axes
 from ...models.policy import Policy
 from ..sample import Request, SamplingParams, VersionSpan
+from ..stop_words import StopWords
 from .packed import PackedWeights
 
 # Of the argument and the output; transformers before 5.24 and code of its time know the latter two,
@@ -34,21 +35,27 @@ class DecodeSequence:
         uniform: the numbers in [0, 1) that decide its tokens.
         max_length: of prompt and completion together.
         place: in the queue of those that arrive together, whichever request was first.
+        words: end it, too.
     """
 
-    def __init__(self, request: Request, index: int) -> None:
+    def __init__(self, request: Request, index: int, words: StopWords | None = None) -> None:
         self.request = request
         self.index = index
         self.sampling = request.sampling
+        self.words = words
         generator = torch.Generator().manual_seed(request.seed(index))
         numbers = torch.rand(self.sampling.max_tokens, generator=generator, dtype=torch.float64)
         self.uniform: list[float] = numbers.tolist()
         self.max_length = len(request.prompt) + self.sampling.max_tokens
         self.place = (request.task, request.turn, sorted(request.indices), index)
+        self.seen = set(request.prompt)  # of the prompt, and of the completion as it grows
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[VersionSpan] = []
         self.finish: Literal["stop", "length", "aborted"] | None = None
+
+    def _completes_word(self) -> bool:
+        return self.words is not None and self.words.ended(self.tokens)
 
     def append(self, token: int, logprob: float, version: int) -> None:
         """Add a token that weights of this version gave, with its log-prob."""
@@ -57,9 +64,10 @@ class DecodeSequence:
         if self.spans and self.spans[-1].version == version:  # the last span grows
             start = self.spans.pop().start
         self.spans.append(VersionSpan(version, start, end + 1))
+        self.seen.add(token)
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if token in self.sampling.stop:
+        if token in self.sampling.stop or self._completes_word():
             self.finish = "stop"
         elif len(self.tokens) == self.sampling.max_tokens:
             self.finish = "length"
@@ -189,6 +197,32 @@ def _cache_name(model: type[Any]) -> str:
     return next((name for name in _CACHES if name in accepted), "past_key_values")
 
 
+def penalize(
+    logits: Tensor, seen: Sequence[Collection[int]], sampling: Sequence[SamplingParams]
+) -> Tensor:
+    """The logits [rows, V] with those of tokens that were seen made smaller.
+
+        z_i ← z_i / ρ  if z_i > 0,  z_i ρ  otherwise,   for i in seen, ρ = repetition_penalty
+
+    Args:
+        seen: token ids of each row's prompt and completion.
+    """
+    rows, columns, penalties = [], [], []
+    for row, (ids, params) in enumerate(zip(seen, sampling, strict=True)):
+        if params.repetition_penalty != 1:
+            known = sorted(token for token in ids if token < logits.shape[1])
+            rows += [row] * len(known)
+            columns += known
+            penalties += [params.repetition_penalty] * len(known)
+    if not rows:
+        return logits
+    places = torch.tensor([rows, columns], device=logits.device).unbind()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    penalty = torch.tensor(penalties, dtype=logits.dtype, device=logits.device)
+    values = logits[places]
+    return logits.index_put(places, torch.where(values > 0, values / penalty, values * penalty))
+
+
 def draw(
     logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]
 ) -> tuple[Tensor, Tensor]:
@@ -198,7 +232,7 @@ def draw(
 
     Returns int64 tokens [rows], and their log-probs [rows] under the distribution that they were
     drawn from. A row of temperature 0 takes its likeliest token, and its log-prob is that of
-    temperature 1.
+    temperature 1. `penalize` comes before it.
     """
     most = _ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS
     rows = max(1, most // logits.shape[1])

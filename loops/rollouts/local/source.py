@@ -17,7 +17,8 @@ from ...models.io import detached_copy
 from ...models.policy import Policy
 from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights, refuse_closed
-from .decode import DecodeSequence, ModelRunner, draw
+from ..stop_words import stop_words
+from .decode import DecodeSequence, ModelRunner, draw, penalize
 from .probe import DecodeBatch, choose_batch
 
 # Token steps, of which the packing of weights takes the time that it saves in 8 to 10 of them.
@@ -81,7 +82,10 @@ class LocalSource:
             raise SourceError(
                 "local: it has no weights yet; publish a version before asking for completions"
             )
-        sequences = [DecodeSequence(request, index) for index in request.indices]
+        words = None
+        if request.sampling.stop_words:
+            words = stop_words(self.tokenizer, request.sampling.stop_words)
+        sequences = [DecodeSequence(request, index, words) for index in request.indices]
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._arrived += sequences
         self._awaited[done] = sequences
@@ -223,7 +227,9 @@ class LocalSource:
                 states.append(batch.join(joining))
             uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
             sampling = [sequence.sampling for sequence in batch.sequences]
-            tokens, logprobs = draw(self.runner.logits(torch.cat(states)), uniform, sampling)
+            seen = [sequence.seen for sequence in batch.sequences]
+            logits = penalize(self.runner.logits(torch.cat(states)), seen, sampling)
+            tokens, logprobs = draw(logits, uniform, sampling)
             self._pack_weights(batch.sequences)
         for sequence, token, logprob in zip(
             batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True

@@ -106,7 +106,7 @@ def check_finish(who: str, tokens: Sequence[int], reason: str, sampling: Samplin
         raise SourceError(
             f"{who}: it goes on after stop token {tokens[stops[0]]}; are stop tokens ignored?"
         )
-    if reason == "stop" and not ends_in_stop:
+    if reason == "stop" and not ends_in_stop and not sampling.stop_words:
         raise SourceError(
             f"{who}: it is said to have ended with a stop token, but its last one is {tokens[-1]}"
         )

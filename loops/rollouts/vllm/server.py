@@ -30,6 +30,7 @@ from ..source import (
     check_completions,
     refuse_closed,
 )
+from ..stop_words import stop_words
 from .answers import check_finish, check_logprobs, check_tokens, read_completion, shown
 from .client import Rejected, VLLMClient
 from .preflight import check_model, check_server, parameter_check
@@ -62,11 +63,14 @@ def sampling_params(sampling: SamplingParams, seed: int) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": list(sampling.stop),
+        "stop": list(sampling.stop_words),
+        "include_stop_str_in_output": True,
         "ignore_eos": True,  # only what the request calls a stop token is one
         "seed": seed,
         "logprobs": 0,  # log-probs of the drawn tokens only
-        "detokenize": False,
+        "detokenize": bool(sampling.stop_words),
     }
 
 
@@ -132,6 +136,7 @@ def to_sample(
         SourceError: if the parts disagree with each other.
     """
     who = f"vllm: completion {index} of task {request.task}"
+    sampling = request.sampling
     if [token for token, _ in drawn] != tokens:
         raise SourceError(
             f"{who}: it came with {len(drawn)} log-probs for {len(tokens)} tokens, or of other ones"
@@ -146,7 +151,14 @@ def to_sample(
     logprobs = [logprob for _, logprob in drawn]
     check_tokens(who, tokens, vocab)
     check_logprobs(who, logprobs)
-    finish = check_finish(who, tokens, reason, request.sampling)
+    end = None
+    if sampling.stop_words:
+        end = stop_words(tokenizer, sampling.stop_words).end(tokens)
+    if end is not None:
+        tokens, logprobs = tokens[:end], logprobs[:end]
+        spans = [span._replace(end=min(span.end, end)) for span in spans if span.start < end]
+        reason = "stop"
+    finish = check_finish(who, tokens, reason, sampling)
     text = str(tokenizer.decode(tokens, skip_special_tokens=True))
     trained = [True] * len(tokens)
     return Sample(

@@ -100,6 +100,23 @@ def test_a_system_message_and_earlier_turns_are_in_the_prompt(model, chat):
     )
 
 
+def test_an_answer_ends_with_a_stop_word_and_repeats_itself_less(model, chat):
+    lines = ["1+1="]
+    _, plain, _ = chat(lines, model, "--temperature", 0, "--max_tokens", 12)
+    _, penalized, _ = chat(
+        lines, model, "--temperature", 0, "--max_tokens", 12, "--repetition_penalty", 100
+    )
+    assert penalized != plain
+    word = next(letter for letter in penalized if letter.isascii() and letter.isalnum())
+    _, stopped, _ = chat(
+        lines, model, "--temperature", 0, "--max_tokens", 12, "--repetition_penalty", 100,
+        "--stop", word,
+    )  # fmt: skip
+    assert stopped.strip() == penalized[: penalized.index(word) + 1].strip()
+    status, _, err = chat(lines, model, "--repetition_penalty", 0)
+    assert status == 1 and "repetition_penalty: wanted > 0, got 0.0" in err
+
+
 def test_answers_are_sampled_at_the_temperature(model, chat):
     likeliest = chat(["1 + 1?"], model, "--temperature", 0, "--max_tokens", 12)[1]
     hot = {chat(["1 + 1?"], model, "--temperature", 5, "--max_tokens", 12)[1] for _ in range(4)}

@@ -554,6 +554,14 @@ TWO_DEVICES = {
         ),
         ("dpo", {"mixed_precision": "bf16", "bf16": False}, {"dtype": "bfloat16"}),
         ("dpo", {"mixed_precision": "no"}, {}),
+        (
+            "grpo",
+            {
+                "generation_kwargs": {"stop": ["a", "b"], "min_p": 0.1},
+                "vllm_importance_sampling_correction": True,
+            },
+            {"stop": ["a", "b"], "min_p": 0.1},
+        ),
         ("dpo", {"mixed_precision": "fp16"}, {"dtype": "float16"}),
         ("dpo", {"mixed_precision": "fp16", "bf16": False}, {"dtype": "float16"}),
         ("dpo", {"mixed_precision": "fp16", "bf16": True}, {"dtype": "bfloat16"}),
@@ -942,7 +950,11 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
             {"reward_funcs": ["format"], "reward_weights": [1, 2]},
             "reward_weights: there are 2 for 1",
         ),
-        ("grpo", {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (
+            "grpo",
+            {"generation_kwargs": {"frequency_penalty": 0.1}},
+            "generation_kwargs: there is no setting for 'frequency_penalty'",
+        ),
         (
             "sft",
             {"per_device_train_batch_size": "many"},

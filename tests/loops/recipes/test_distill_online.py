@@ -202,6 +202,10 @@ def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp
             "top_p, top_k, min_p: .* use the loss distillation",
         ),
         (
+            {"on_policy": 0.5, "loss": "sampled_reverse_kl", "repetition_penalty": 1.1},
+            "repetition_penalty: .* use the loss distillation",
+        ),
+        (
             {"on_policy": 0.5, "loss": {"distillation": {"weight": "importance"}}},
             "have no column 'importance'",
         ),

@@ -89,6 +89,11 @@ def test_rloo_is_a_recipe_of_the_command_line(common, tmp_path):
         ({"top_k": 5, "old_logprobs": "recomputed"}, "top_p, top_k, min_p: "),
         ({"min_p": 0.1}, "top_p, top_k, min_p: "),
         (
+            {"repetition_penalty": 1.1},
+            "repetition_penalty: tokens are sampled from another distribution .* set a correction",
+        ),
+        ({"stop": ["a", ""]}, "stop: an empty word would end every completion"),
+        (
             {"correction": "tis", "old_logprobs": "sampled"},
             "correction: tis .* leave old_logprobs out",
         ),

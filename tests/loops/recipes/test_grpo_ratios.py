@@ -161,7 +161,7 @@ def test_the_bound_of_log_probs_is_for_step_weights_and_a_whole_distribution():
     some = {"model": "m", "data": "d", "output": "o"}
     assert GRPO(**some).logp_bound == 1.0
     assert GRPO(**some, correction="tis").logp_bound == 1.0
-    for cut in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+    for cut in ({"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}):
         assert GRPO(**some, **cut).logp_bound == float("inf")
     assert GRPO(**some, top_k=5, max_logp_difference=2.0).logp_bound == 2.0
 

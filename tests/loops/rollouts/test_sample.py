@@ -71,6 +71,13 @@ def test_digits_of_neighbors_are_not_run_together():
         ({"min_p": -0.1}, r"min_p: must be in \[0, 1\], where 0 keeps all, got -0.1"),
         ({"min_p": 1.1}, "min_p"),
         ({"top_k": -1}, "top_k: must be >= 0, where 0 keeps all, got -1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: must be > 0, where 1 is none, got 0.0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty: must be > 0"),
+        (
+            {"stop_words": ("a", "")},
+            r"stop_words: wanted texts that are not empty, got \('a', ''\)",
+        ),
+        ({"stop_words": "a"}, "stop_words: wanted texts"),
     ],
 )
 def test_sampling_that_makes_no_sense_is_refused(how, says):

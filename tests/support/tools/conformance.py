@@ -65,11 +65,15 @@ class Subject:
         self.before_publish(weights)
         await self.source.publish(iter(weights.items()), version)
 
-    @torch.no_grad()
     def log_probs(self, version, prompt, tokens=()):
         """[len(tokens) + 1, vocab]: log-probs at temperature 1 of what follows the prompt and each
         of the tokens.
         """
+        return self.logits(version, prompt, tokens).log_softmax(-1)
+
+    @torch.no_grad()
+    def logits(self, version, prompt, tokens=()):
+        """The same before the softmax."""
         if version not in self.references:
             self.references[version] = copy.deepcopy(self.model).eval()
             weights = {
@@ -81,7 +85,7 @@ class Subject:
         logits = reference(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[
             0, len(prompt) - 1 :
         ]
-        return logits[:, : self.vocab].double().log_softmax(-1)
+        return logits[:, : self.vocab].double()
 
     def check_same(self, got, wanted):
         """The same tokens; where probabilities are rounded, up to the first whose number is as good
@@ -101,6 +105,17 @@ class Subject:
             assert cumulative[high - 1] - cumulative[low] <= self.rounding, (
                 "another token was drawn"
             )
+
+
+def penalized(logits, prompt, tokens, penalty):
+    """The logits of the tokens of a completion, each with what was seen before it made smaller."""
+    rows = []
+    for count, row in enumerate(logits):
+        seen = torch.tensor(sorted({*prompt, *tokens[:count]}))
+        values = row[seen]
+        smaller = torch.where(values > 0, values / penalty, values * penalty)
+        rows.append(row.index_put((seen,), smaller))
+    return torch.stack(rows)
 
 
 def drawn_from(log_probs, sampling):
@@ -192,6 +207,8 @@ class Conformance:
             {"temperature": 0.0},
             {"min_p": 0.3},
             {"min_p": 0.1, "top_k": 12, "top_p": 0.9},
+            {"repetition_penalty": 1.7, "temperature": 0.7},
+            {"repetition_penalty": 1.3, "temperature": 0.0},
         ],
         ids=str,
     )
@@ -208,7 +225,10 @@ class Conformance:
         groups = await asyncio.gather(*map(subject.source.sample, requests))
         for request, samples in zip(requests, groups, strict=True):
             for sample in samples:
-                log_probs = subject.log_probs(1, sample.prompt, sample.tokens)[:-1]
+                logits = subject.logits(1, sample.prompt, sample.tokens)[:-1]
+                penalty = request.sampling.repetition_penalty
+                logits = penalized(logits, sample.prompt, sample.tokens, penalty)
+                log_probs = logits.log_softmax(-1)
                 expected = drawn_from(log_probs, request.sampling).gather(
                     1, torch.tensor(sample.tokens)[:, None]
                 )[:, 0]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from burnish.loops.rollouts.local import decode as module
-from burnish.loops.rollouts.local.decode import DecodeSequence, draw
+from burnish.loops.rollouts.local.decode import DecodeSequence, draw, penalize
 from burnish.loops.rollouts.sample import Request, SamplingParams
+from transformers import RepetitionPenaltyLogitsProcessor
 
 ALL = SamplingParams(max_tokens=1)
 P = torch.tensor([0.1, 0.2, 0.0, 0.3, 0.4], dtype=torch.float64)
@@ -63,6 +64,22 @@ def test_what_has_no_probability_is_never_drawn():
 def test_min_p_top_k_and_top_p_leave_the_likeliest(how, left):
     found = dict(drawn(u / 200, SamplingParams(max_tokens=1, **how)) for u in range(200))
     assert found == {token: pytest.approx(p) for token, p in left.items()}
+
+
+def test_repetition_penalty_is_that_of_transformers():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 9, generator=generator, dtype=torch.float64)
+    texts = [[1, 2, 1], [0, 8, 12], [3, 3, 4], [5, 6, 7]]  # 12 is beyond what may be drawn
+    penalties = (1.5, 0.7, 1.0, 2.0)
+    sampling = [SamplingParams(1, repetition_penalty=penalty) for penalty in penalties]
+    before = logits.clone()
+    found = penalize(logits, list(map(set, texts)), sampling)
+    assert torch.equal(logits, before)  # they may be needed again
+    for row, (text, penalty) in enumerate(zip(texts, penalties, strict=True)):
+        known = torch.tensor([[token for token in text if token < 9]])
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(known, logits[row : row + 1].clone())
+        torch.testing.assert_close(found[row : row + 1], expected, rtol=0, atol=0)
+    assert penalize(logits, texts, [SamplingParams(1)] * 4) is logits
 
 
 def test_temperature_0_takes_the_likeliest_with_its_log_prob_of_temperature_1():

@@ -301,7 +301,15 @@ class TestAnswers:
     def test_each_answer_is_a_request_of_its_own_with_its_own_seed(self, connect, fake):
         source, request = (
             connect(),
-            ask(range(3), temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=(4,)),
+            ask(
+                range(3),
+                temperature=0.7,
+                top_p=0.9,
+                top_k=5,
+                min_p=0.1,
+                repetition_penalty=1.2,
+                stop=(4,),
+            ),
         )
         asked = []
         usual = fake.do_inference_v1_generate
@@ -327,8 +335,31 @@ class TestAnswers:
                 0.9,
                 5,
             )
-            assert how["min_p"] == 0.1
+            assert (how["min_p"], how["repetition_penalty"]) == (0.1, 1.2)
+            assert how["stop"] == [] and how["detokenize"] is False
             assert how["logprobs"] == 0 and "n" not in how
+
+    @pytest.mark.parametrize("cut", [True, False])
+    def test_an_answer_ends_with_its_stop_word_whether_or_not_the_server_stops(
+        self, connect, fake, cut
+    ):
+        source = connect()
+        text = source.tokenizer("so 2;\nno", add_special_tokens=False)["input_ids"]
+        end = len("so 2;")
+        asked = []
+
+        def answer(body):
+            asked.append(body["sampling_params"])
+            tokens = text[:end] if cut else text
+            return 200, {"choices": [choice(tokens, fake.label, finish_reason="stop")]}
+
+        fake.odd["/inference/v1/generate"] = answer
+        sample = published(source, ask(max_tokens=12, stop_words=(";", "x")))[0]
+        assert asked[-1]["stop"] == [";", "x"]
+        assert asked[-1]["detokenize"] is asked[-1]["include_stop_str_in_output"] is True
+        assert (sample.tokens, sample.finish) == (text[:end], "stop")
+        assert sample.text == "so 2;"
+        assert sample.logprobs == [-1.0] * end and sample.spans == [VersionSpan(1, 0, end)]
 
     def test_no_more_answers_are_under_way_than_allowed(self, connect, fake):
         now, most, lock = 0, 0, threading.Lock()
