@@ -76,6 +76,7 @@ from .distillation import (
     skew_forward_kl as skew_forward_kl,
     skew_reverse_kl as skew_reverse_kl,
     taid as taid,
+    uld as uld,
     with_tail as with_tail,
 )
 from .feedback import (

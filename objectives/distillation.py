@@ -16,10 +16,12 @@ hold, `burnish.kernels` has the same divergences per token, from hidden states.
 
 Sums give more: the symmetric (Jeffreys) divergence is `forward_kl` + `reverse_kl`, DistiLLM-2
 (arXiv:2503.07067) `skew_forward_kl` on completions of the teacher + `skew_reverse_kl` on those of
-the student.
+the student, GOLD's hybrid loss a divergence of the tokens that both tokenizers have + `uld` of the
+others.
 """
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -187,6 +189,33 @@ def taid(logp: Distributions, teacher_logp: Distributions, *, t: Share) -> tuple
     teacher = teacher_logp.clamp(min=lowest)
     between = ((1 - t) * student + t * teacher).log_softmax(-1)
     return _kl(between, logp), {}
+
+
+def uld(
+    logp: Distributions, teacher_logp: Float[Tensor, "*tokens teacher_vocabulary"]
+) -> tuple[PerToken, Stats]:
+    """Universal logit distillation, across tokenizers: how likely the likeliest token is, the
+    second likeliest, and so on, whichever tokens these are.
+
+        ℓ = Σ_i |S_(i) − T_(i)|,  S_(i), T_(i) the i-th largest probability; 0 beyond the smaller vocabulary
+
+    In [0, 2], and never more than Σ_v |S_v − T_v|. It is what two tokenizers leave to compare: pass
+    the distributions at which both texts stand at the same character. GOLD (TRL) passes only the
+    tokens that one of the vocabularies lacks, whose probabilities then add up to less than 1.
+
+    Args:
+        teacher_logp: log T over the teacher's own vocabulary.
+
+    Paper: Boizard et al. 2024, arXiv:2402.12030.
+    """
+    same_shape("uld", logp=logp[..., 0], teacher_logp=teacher_logp[..., 0])
+    check_roles("uld", {"logp": logp}, teacher_logp=teacher_logp)
+    student = logp.exp().sort(-1, descending=True).values
+    teacher = teacher_logp.exp().sort(-1, descending=True).values
+    missing = teacher.shape[-1] - student.shape[-1]
+    student = F.pad(student, (0, max(missing, 0)))
+    teacher = F.pad(teacher, (0, max(-missing, 0)))
+    return (student - teacher).abs().sum(-1), {}
 
 
 def with_tail(logp: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens k+1"]:

@@ -555,6 +555,7 @@ PANELS = {
         },
     ),
     "taid": Panel(_Q, {f"t = {t:g}": _divergence(o.taid, t=t) for t in (0.2, 0.5, 1.0)}),
+    "uld": Panel(_Q, {"": _divergence(o.uld)}),
     "sampled_reverse_kl": Panel(
         Axis("student's log q, teacher's log p = −1", -3, -1e-3),
         {"": curve(o.sampled_reverse_kl, logp=_x, teacher_logp=-1.0)},

@@ -315,6 +315,71 @@ def test_taid_is_finite_at_extremes_and_padding_adds_nothing(dtype: torch.dtype)
         assert not gradient(wider, padded)[:, 3:].any()
 
 
+@pytest.mark.parametrize("teachers", [3, 5, 8])
+def test_uld_equals_its_equation_in_value_and_gradient(teachers: int) -> None:
+    student, _ = logits(4, 5)
+    teacher = logits(4, teachers)[1]
+    loss, stats = ds.uld(student.log_softmax(-1), teacher.log_softmax(-1))
+    assert stats == {}
+    expected, slopes = [], []
+    for s, t in zip(student.tolist(), teacher.tolist(), strict=True):
+        p, q = sorted(distribution(t), reverse=True), distribution(s)
+        places = sorted(range(5), key=lambda v: -q[v])
+        value, sign = mpf(0), [0] * 5
+        for rank in range(max(5, teachers)):
+            left = q[places[rank]] if rank < 5 else mpf(0)
+            right = p[rank] if rank < teachers else mpf(0)
+            value += abs(left - right)
+            if rank < 5:
+                sign[places[rank]] = 1 if left > right else -1
+        expected.append(float(value))
+        # ∂S_v/∂z_w = S_v (1[v = w] − S_w)
+        mean = mp.fsum(a * b for a, b in zip(sign, q, strict=True))
+        slopes.append([float(x * (a - mean)) for x, a in zip(q, sign, strict=True)])
+    assert loss.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-15)
+    for actual, wanted in zip(gradient(loss, student).tolist(), slopes, strict=True):
+        assert actual == pytest.approx(wanted, rel=1e-10, abs=1e-15)
+
+
+def test_uld_is_blind_to_which_token_is_which_and_bounds_the_distance_from_below() -> None:
+    student, teacher = logits(6, 5)
+    s, t = student.log_softmax(-1), teacher.log_softmax(-1)
+    loss, _ = ds.uld(s, t)
+    shuffled, _ = ds.uld(s[:, [3, 1, 0, 4, 2]], t[:, [1, 4, 2, 0, 3]])
+    torch.testing.assert_close(shuffled, loss)
+    assert ds.uld(s, s[:, [3, 1, 0, 4, 2]])[0].abs().max() < 1e-15
+    assert (loss <= (s.exp() - t.exp()).abs().sum(-1) + 1e-15).all() and (loss > 0).all()
+    ordered = s.sort(-1).values, t.sort(-1).values  # the same order: the distance itself
+    distance = (ordered[0].exp() - ordered[1].exp()).abs().sum(-1)
+    torch.testing.assert_close(ds.uld(*ordered)[0], distance)
+    one = torch.tensor([[0.0, NEVER, NEVER, NEVER]])
+    many = torch.full((1, 1000), 1e-3).log()
+    torch.testing.assert_close(ds.uld(one, many)[0], torch.tensor([2 * 0.999]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_uld_is_finite_at_extremes_and_padding_adds_nothing(dtype: torch.dtype) -> None:
+    corners = [[0.0, -2000.0, -1e4], [-2000.0, 0.0, -50.0], [-1e4, -1e4, 0.0]]
+    student, teacher = zip(*itertools.product(corners, repeat=2), strict=True)
+    s = torch.tensor(student, dtype=dtype, requires_grad=True)
+    t = torch.tensor(teacher, dtype=dtype)
+    loss, _ = ds.uld(s, t)
+    assert loss.dtype == dtype
+    assert loss.isfinite().all() and gradient(loss, s).isfinite().all()
+    for both in ((s, pad(t, 2)), (pad(s, 2), t), (pad(s, 2), pad(t, 3))):
+        wider, _ = ds.uld(*both)
+        torch.testing.assert_close(wider, loss)
+        torch.testing.assert_close(gradient(wider, s), gradient(loss, s))
+    alone, _ = ds.uld(s[2:3], t[2:3])
+    torch.testing.assert_close(alone, loss[2:3])
+    assert ds.uld(s[:0], t[:0])[0].shape == (0,)
+
+
+def pad(logp: Tensor, more: int) -> Tensor:
+    """A vocabulary with further tokens of probability 0."""
+    return torch.nn.functional.pad(logp, (0, more), value=NEVER)
+
+
 def test_forward_kl_covers_two_modes_and_reverse_kl_seeks_one() -> None:
     teacher = torch.tensor([0.49, 0.02, 0.49], dtype=torch.float64).log()
     wide = torch.tensor([0.33, 0.34, 0.33], dtype=torch.float64).log()
@@ -528,6 +593,10 @@ ID3, ID1 = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         (
             lambda: ds.taid(THREE, ONE, t=0.5),
             "taid: teacher_logp must have the shape of logp, [3], got [1]",
+        ),
+        (
+            lambda: ds.uld(THREE[:, None], ONE[:, None]),
+            "uld: teacher_logp must have the shape of logp, [3], got [1]",
         ),
         (lambda: ds.taid(THREE, THREE, t=1.5), "taid: t must be in [0, 1], got 1.5"),
         (

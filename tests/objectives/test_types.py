@@ -76,7 +76,12 @@ def arguments(loss: Callable[..., Any], dtype: torch.dtype = torch.float64) -> d
     floats = tensors_of(loss)
     for name, parameter in inspect.signature(loss, eval_str=True).parameters.items():
         if name in floats:
-            of_rows = {"": (), "*tokens vocabulary": (SEQUENCES, 4), "*tokens bins": (SEQUENCES, 4)}
+            of_rows = {
+                "": (),
+                "*tokens vocabulary": (SEQUENCES, 4),
+                "*tokens bins": (SEQUENCES, 4),
+                "*tokens teacher_vocabulary": (SEQUENCES, 5),
+            }
             shape = of_rows.get(dimensions(floats[name]), (SEQUENCES,))
             value = torch.rand(shape, generator=generator, dtype=torch.float64)
             found[name] = (-value if "logp" in name or name in TRAINED else value).to(dtype)
