@@ -149,6 +149,16 @@ CASES = {
         PROMPTS,
         {**HALVES, "loss_type": "grpo", "importance_sampling_level": "sequence"},
     ),
+    "dapo of completions": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "dapo", "importance_sampling_level": "sequence"},
+    ),
+    "dr_grpo of completions": (
+        "grpo",
+        PROMPTS,
+        {**HALVES, "loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
+    ),
     "grpo of a batch's scale": (
         "grpo",
         PROMPTS,

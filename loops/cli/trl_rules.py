@@ -210,12 +210,16 @@ def _in_float16(trl: Translation) -> Fields:
     return {"dtype": "float16"}
 
 
+_SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def _loaded_dtypes(trl: Translation) -> dict[str, str]:
     """The dtypes in which the weights are to be loaded, by the name that says so."""
     loaded = {}
     for name in ("torch_dtype", "dtype"):
         if trl.given.get(name) not in (None, "auto"):
-            loaded[name] = str(trl[name]).removeprefix("torch.")
+            dtype = str(trl[name]).removeprefix("torch.")
+            loaded[name] = _SHORT_DTYPES.get(dtype, dtype)
     return loaded
 
 
@@ -491,8 +495,9 @@ def policy_loss(trl: Translation) -> Fields:
     levels = table()["importance_sampling_levels"]
     if kind not in losses:
         return trl.refuse("loss_type", nearest("there is no", str(kind), losses))
-    if level != "token" and (kind != "grpo" or level not in levels):
-        why = f"{level!r} goes with loss_type grpo, not with {kind}"
+    if level != "token" and (not _is_clipped(kind) or level not in levels):
+        clipped = [each for each in losses if _is_clipped(each)]
+        why = f"{level!r} goes with loss_type {', '.join(clipped)}, not with {kind}"
         return trl.refuse("importance_sampling_level", why)
     if kind == "cispo" and clips["clip_high"] < 1:
         bound = f"cispo's epsilon_high is the ratio's bound, wanted >= 1, got {clips['clip_high']}"
@@ -503,7 +508,12 @@ def policy_loss(trl: Translation) -> Fields:
     if kwargs:
         fields["loss_kwargs"] = kwargs
     if {"loss_type", "importance_sampling_level"} & trl.given.keys():
-        fields |= levels.get(level, losses[kind])
+        if level == "token":
+            fields |= losses[kind]
+        elif kind == "grpo":
+            fields |= levels[level]
+        else:  # the ratio of a completion at each of its tokens, which are weighted as without it
+            fields |= {**losses[kind], "variant": "gspo_token"}
     entropy = float(trl["entropy_coef"] or 0)
     if entropy:
         if not _is_clipped(kind) or level != "token":
@@ -511,6 +521,16 @@ def policy_loss(trl: Translation) -> Fields:
         bonus = {"coefficient": entropy, "weighting": "token_mean"}
         fields["loss"] = {"clipped_surrogate": 1.0, "entropy_bonus": bonus}
     return fields
+
+
+def schedule(trl: Translation) -> Fields:
+    kwargs = trl["lr_scheduler_kwargs"]
+    if not kwargs:
+        return {}
+    if trl["lr_scheduler_type"] in ("constant", "constant_with_warmup"):
+        trl.notes.append("lr_scheduler_kwargs: transformers' constant schedules heed none")
+        return {}
+    return {"schedule_kwargs": kwargs}
 
 
 def _is_clipped(kind: str) -> bool:

@@ -351,6 +351,7 @@ TWO_DEVICES = {
         ("sft", {"bf16": True, "torch_dtype": None}, {"dtype": "bfloat16"}),
         ("sft", {"bf16": False}, {"dtype": "float32"}),
         ("sft", {"torch_dtype": "auto"}, {"dtype": "bfloat16"}),
+        ("sft", {"torch_dtype": "bf16"}, {"dtype": "bfloat16", "weights_dtype": "bfloat16"}),
         ("sft", {"dtype": "float32"}, {"dtype": "float32"}),
         (
             "sft",
@@ -365,6 +366,14 @@ TWO_DEVICES = {
             {"schedule_kwargs": {"min_lr_rate": 0.1}},
         ),
         ("sft", {"lr_scheduler_kwargs": None}, {}),
+        (
+            "sft",
+            {
+                "lr_scheduler_type": "constant_with_warmup",
+                "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+            },
+            {"schedule": "constant"},
+        ),
         ("sft", {"optim": "adamw_torch"}, {"optimizer": "adamw"}),
         ("sft", {"optim": "adamw_bnb_8bit"}, {"optimizer": "adamw_8bit"}),
         (
@@ -688,6 +697,15 @@ TWO_DEVICES = {
             {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.003},
             {"variant": "gspo", "loss_kwargs": {"clip_low": 0.003, "clip_high": 0.003}},
         ),
+        (
+            "grpo",
+            {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
+            {
+                "variant": "gspo_token",
+                "weighting": "fixed_length",
+                "loss_kwargs": {"clip_low": 0.2, "clip_high": 0.2},
+            },
+        ),
         ("grpo", {"epsilon_high": 0.28}, {"loss_kwargs": {"clip_low": 0.2, "clip_high": 0.28}}),
         ("grpo", {"delta": 1.5}, {"loss_kwargs": {"ratio_cap": 1.5}}),
         (
@@ -935,8 +953,8 @@ def test_a_value_becomes_ours(recipe, given, expected, monkeypatch):
         ("grpo", {"loss_type": "cispo"}, "loss_type: cispo's epsilon_high"),
         (
             "grpo",
-            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
-            "importance_sampling_level",
+            {"loss_type": "sapo", "importance_sampling_level": "sequence"},
+            "importance_sampling_level: 'sequence' goes with loss_type grpo, bnpo, dapo, dr_grpo, not",
         ),
         ("grpo", {"loss_type": "sapo", "entropy_coef": 0.1}, "entropy_coef: of sapo"),
         (
