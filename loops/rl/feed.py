@@ -201,7 +201,7 @@ class RolloutFeed(StepFeed):
             samples = list(map(from_record, kept["samples"]))
             for sample in samples:
                 sample.images = self.context.images(sample.task)
-            self.rollout = self._buffer([samples], self.step // self.steps_per_rollout)
+            self.rollout = self._buffer(samples, self.step // self.steps_per_rollout)
             self.rollout.columns = kept["columns"]
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ as bits, 8 bytes and a bit for each token; they are not pickled.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,5 +66,5 @@ def _int32(values: Iterable[int]) -> Tensor:
     return torch.from_numpy(np.fromiter(values, dtype=np.int32))
 
 
-def _split(values: Tensor, lengths: list[int]) -> Iterator[list]:
-    return (part.tolist() for part in values.split(lengths))
+def _split(values: Tensor, lengths: list[int]) -> Iterator[list[Any]]:
+    return (part.tolist() for part in torch.split(values, lengths))
