@@ -240,25 +240,33 @@ def _set_eos_token(tokenizer: transformers.PreTrainedTokenizerBase, token: str) 
 
 
 def load_classifier(
-    config: Common, task: Literal["SEQ_CLS", "TOKEN_CLS"], labels: Mapping[int, str]
+    config: Common,
+    task: Literal["SEQ_CLS", "TOKEN_CLS"],
+    labels: Mapping[int, str],
+    *,
+    images: bool = False,
 ) -> nn.Module:
     """The classifier to train, with its own head if there is one, or a new one with ``len(labels)``
     outputs.
 
     For an architecture without such a class in `transformers`, one is assembled from parts; once
     saved, that model can only be loaded by `burnish`, and a warning says so.
+
+    Args:
+        images: see `load_model`.
     """
     kind = "Sequence" if task == "SEQ_CLS" else "Token"
     auto: Any = getattr(transformers, f"AutoModelFor{kind}Classification")
     if isinstance(config.model, nn.Module):
-        return load_model(config, auto, task)
+        return load_model(config, auto, task, images=images)
     architecture = _architecture(config)
     if type(architecture) not in auto._model_mapping:
         auto = _classifier_of(architecture, task)
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity(logging.ERROR)  # no warnings that the head is new
     try:
-        return load_model(config, auto, task, num_labels=len(labels), id2label=dict(labels))
+        named = dict(labels)
+        return load_model(config, auto, task, images=images, num_labels=len(named), id2label=named)
     finally:
         transformers.logging.set_verbosity(verbosity)
 

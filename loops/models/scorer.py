@@ -120,7 +120,9 @@ class Scorer(Backbone):
         first, *rest = (token for token in range(2, 7) if token != pad)
         only_last = [token == rest[-1] for token in rest]
         text = [Example([first], [rest], [only_last])]
-        ids = torch.tensor([[first, *rest]], device=self.device)
+        if self.images is not None:
+            text = self.images.as_words(text)
+        ids = torch.tensor([[*text[0].prompt, *text[0].completions[0]]], device=self.device)
         with self.probing():
             score = self._score_of(self._output(self.arranged(text, "padded")))
             logits: Tensor = self.plain(ids, use_cache=False).logits

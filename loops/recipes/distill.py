@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ...data import Encode, encode_supervised, where
+from ...data import Encode, Example, encode_supervised, where
 from ...objectives import iw_opd, sampled_reverse_kl
 from ..batch import Batch
 from ..config import Teacher
@@ -65,7 +65,10 @@ _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled", "iw_opd": 
 def open_distill(config: Distill) -> Training:
     """Open a run that is ready to train."""
     losses = distill_losses(config)
-    context = open_run(config, encoder(config), no_images="this recipe trains on text alone so far")
+    no_images = ""
+    if config.teacher.prompt is not None:
+        no_images = "teacher.prompt is read without images so far; leave it out"
+    context = open_run(config, encoder(config), no_images=no_images)
     needed = tensors_needed(losses)
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
     model = None
@@ -200,16 +203,30 @@ class MixedFeed(StepFeed):
             indices = self.data.batches.indices(replaced[rollout])
             return indices[place % len(indices)]
 
+        def asked(task: int) -> Example:
+            """The prompt of a demonstration, with the images that it shows itself."""
+            whole = self.data.example(order(task))
+            shown = tuple(image for image in whole.images if image.start < len(whole.prompt))
+            return Example(whole.prompt, [], [], shown)
+
         settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
         # What samples reads the settings of an online recipe.
         online = OnlineConfig(**settings, prompts_per_rollout=config.batch_size)
         run = replace(context, config=online)
-        scheduler, follow = open_scheduler(run, lambda task: self.data.example(order(task)).prompt)
+        scheduler, follow = open_scheduler(run, asked)
         tables = partial(log_table, context.accelerator.trackers)
         log = open_sample_log(
             context.file("samples.jsonl"), config.show_every, context.tokenizer.decode, tables
         )
-        rl = RLContext(run, (), scheduler, follow, sample_log=log, order=order)
+        rl = RLContext(
+            run,
+            (),
+            scheduler,
+            follow,
+            sample_log=log,
+            order=order,
+            images=lambda task: asked(task).images,
+        )
         self.rollouts = RolloutFeed(rl)
 
     @property

@@ -34,7 +34,8 @@ from ...objectives import (
     whiten,
 )
 from ..config import Parallel
-from ..models.io import load_classifier, load_tokenizer, save_model
+from ..models.images import ImageInputs
+from ..models.io import load_classifier, load_images, load_tokenizer, save_model
 from ..models.policy import Policy
 from ..models.scorer import Scorer
 from ..models.sharding import whole
@@ -43,6 +44,7 @@ from ..rl.buffer import RolloutBuffer
 from ..rl.context import RLContext, open_rl
 from ..rl.policy_gradient import policy_losses, refuse_completion_losses, train_policy
 from ..runs.context import RunContext
+from ..runs.reference import check_same_processor
 from ..runs.training import Training
 from ..train.losses import Term, tensors_needed
 from .settings import PPO
@@ -109,7 +111,7 @@ def with_values(model: nn.Module, config: PPO, **sharding: Any) -> Policy:
     if config.value_model is not None:
         if "mesh" in sharding:
             log.warning("value_model: probed before sharding, so each rank loads the whole model")
-        critic = open_critic(config).to(device)
+        critic = open_critic(config, sharding.get("images")).to(device)
         return Policy(model, **config.kernel, **sharding, critic=critic)
     head = open_value_head(model, config).to(device)
     return Policy(model, **config.kernel, **sharding, value_head=head)
@@ -130,13 +132,23 @@ def open_value_head(model: nn.Module, config: PPO) -> nn.Module:
     return head
 
 
-def open_critic(config: PPO) -> Scorer:
-    """The model for the values; where its head is new, it begins at 0."""
+def open_critic(config: PPO, images: ImageInputs | None = None) -> Scorer:
+    """The model for the values; where its head is new, it begins at 0.
+
+    Args:
+        images: as the policy reads them, if it sees some.
+
+    Raises:
+        DataError: if it makes other pixels of images than the policy.
+    """
     assert config.value_model is not None
     # It is probed before it is sharded.
     settings = replace(config, model=config.value_model, model_revision=None, parallel=Parallel())
-    model = load_classifier(settings, "SEQ_CLS", {0: "value"})
-    critic = Scorer(model, layout=config.layout, read="before")
+    if images is not None:
+        own = load_images(settings, load_tokenizer(settings))
+        check_same_processor("value_model", images.reader, own)
+    model = load_classifier(settings, "SEQ_CLS", {0: "value"}, images=images is not None)
+    critic = Scorer(model, layout=config.layout, read="before", images=images)
     saved = critic.plain.config.get_text_config()
     if saved.pad_token_id is None:
         # transformers can't load it otherwise

@@ -22,13 +22,7 @@ from .settings import PRM
 def open_prm(config: PRM) -> Training:
     """Open a run that is ready to train."""
     scorer = partial(Scorer, layout=config.layout)
-    context = open_run(
-        config,
-        encoder(config),
-        scorer,
-        load_weights=load_prm,
-        no_images="this recipe trains on text alone so far",
-    )
+    context = open_run(config, encoder(config), scorer, load_weights=load_prm)
     keep_separator(context.model.plain, config)
     return context.train({"step_loss": Term(step_loss)}, score_tensors, columns=("label",))
 
@@ -42,9 +36,13 @@ def encoder(config: PRM) -> Encode:
     )
 
 
-def load_prm(config: Common) -> nn.Module:
-    """The model to train, with two outputs."""
-    return load_classifier(config, "TOKEN_CLS", {0: "wrong", 1: "right"})
+def load_prm(config: Common, *, images: bool = False) -> nn.Module:
+    """The model to train, with two outputs.
+
+    Args:
+        images: whether it will see images, see `load_model`.
+    """
+    return load_classifier(config, "TOKEN_CLS", {0: "wrong", 1: "right"}, images=images)
 
 
 def keep_separator(plain: Any, config: PRM) -> None:

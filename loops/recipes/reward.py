@@ -49,13 +49,7 @@ def open_reward(config: Reward) -> Training:
     """Open a run that is ready to train."""
     losses = reward_losses(config)
     scorer = partial(Scorer, layout=config.layout)
-    context = open_run(
-        config,
-        encoder(config),
-        scorer,
-        load_weights=load_reward,
-        no_images="this recipe trains on text alone so far",
-    )
+    context = open_run(config, encoder(config), scorer, load_weights=load_reward)
     mark = partial(ends_marked, pad=set_pad_token(context.model.plain, context.tokenizer))
     read = read_scores
     if config.loss == "hl_gauss":
@@ -64,9 +58,13 @@ def open_reward(config: Reward) -> Training:
     return context.train(losses, read, columns=_columns(config), mark=mark)
 
 
-def load_reward(config: Reward) -> nn.Module:
-    """The model to train, with one output, or with the bins of its histogram."""
-    return load_classifier(config, "SEQ_CLS", bin_labels(config))
+def load_reward(config: Reward, *, images: bool = False) -> nn.Module:
+    """The model to train, with one output, or with the bins of its histogram.
+
+    Args:
+        images: whether it will see images, see `load_model`.
+    """
+    return load_classifier(config, "SEQ_CLS", bin_labels(config), images=images)
 
 
 def bin_labels(config: Reward) -> dict[int, str]:

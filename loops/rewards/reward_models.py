@@ -57,7 +57,7 @@ class RewardModel:
 
     def __call__(self, rows: Sequence[Row], samples: Sequence[Sample]) -> list[float | None]:
         for sample in samples:
-            _refuse_contexts(sample)
+            _refuse_unread(sample)
         texts = [(tuple(sample.prompt), tuple(sample.tokens)) for sample in samples]
         different = list(dict.fromkeys(text for text in texts if text[1]))
         if not different:
@@ -110,7 +110,7 @@ class ProcessRewardModel:
         self.tokenizer, self.how = tokenizer, how
 
     def __call__(self, row: Row, sample: Sample) -> float | None:
-        _refuse_contexts(sample)
+        _refuse_unread(sample)
         completion, ends = self._steps(sample)
         if not any(ends):
             return None
@@ -148,8 +148,13 @@ class ProcessRewardModel:
         return str(self.tokenizer.decode(tokens))
 
 
-def _refuse_contexts(sample: Sample) -> None:
-    """Raise ValueError for a conversation that is not one text."""
+def _refuse_unread(sample: Sample) -> None:
+    """Raise ValueError for a conversation that is not one text, or that shows images."""
+    if sample.images:
+        raise ValueError(
+            f"a reward model reads text alone so far, and the prompt of task {sample.task} shows images; score it by "
+            "a function of your own, which gets the pictures"
+        )
     if sample.further:
         raise ValueError(
             f"a reward model reads one prompt and its completion, and completion {sample.index} of task {sample.task} "

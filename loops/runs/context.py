@@ -337,7 +337,7 @@ def open_run(
     wrap: Callable[..., object] | None = None,
     *,
     records: tuple[list[Records], list[Records]] | None = None,
-    load_weights: Callable[[Common], nn.Module] | None = None,
+    load_weights: Callable[..., nn.Module] | None = None,
     accelerator: Accelerator | None = None,
     no_images: str = "",
     **options: object,
@@ -349,7 +349,8 @@ def open_run(
         wrap: makes a `Policy` or a `Scorer` of the model; a policy by default. If there are ranks
             to shard it over, ``wrap(model, mesh=..., param_dtype=...)``.
         records: training and held-out records, as `load_data` returns them.
-        load_weights: loads the model; a causal language model by default.
+        load_weights: ``load_weights(config, images=...)`` loads the model, which may see images; a
+            causal language model by default.
         accelerator: the one of a run that is already open.
         no_images: why this run can't train on rows with images; "" if it can.
 
@@ -394,8 +395,8 @@ def open_run(
     sees = encoder is reader and seen
     if sees:
         _check_images(config)
-    load = load_weights or partial(load_model, images=sees)
-    model = load(config)
+    load = load_weights or load_model
+    model = load(config, images=sees)
     check_tokens(model, tokenizer, data, eval_data)
     make: Callable[..., Any] = wrap or partial(Policy, **config.kernel)
     wrapped = _wrapped(config, accelerator, model, make, reader, sees=sees)

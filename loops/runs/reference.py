@@ -55,17 +55,21 @@ def load_reference(config: Any, tokenizer: PreTrainedTokenizerBase, policy: Poli
     other = load_tokenizer(settings)
     check_same_vocabulary(tokenizer, other)
     if policy.images is not None:
-        check_same_processor(policy.images.reader, load_images(settings, other))
+        check_same_processor("ref_model", policy.images.reader, load_images(settings, other))
     return frozen_policy_like(policy, load_model(settings), settings)
 
 
-def check_same_processor(policy: ImageReader, other: ImageReader | None) -> None:
-    """Raise DataError unless the reference makes of images what the policy does."""
+def check_same_processor(who: str, policy: ImageReader, other: ImageReader | None) -> None:
+    """Raise DataError unless another model makes of images what the policy does.
+
+    Args:
+        who: the setting that names the other model.
+    """
     if other is None:
-        raise DataError("ref_model: it sees no images, and the data have some; give one that does")
+        raise DataError(f"{who}: it sees no images, and the data have some; give one that does")
     if other.processor.image_processor.to_dict() != policy.processor.image_processor.to_dict():
         raise DataError(
-            "ref_model: its processor makes other pixels of an image; give one with the policy's processor"
+            f"{who}: its processor makes other pixels of an image; give one with the policy's processor"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ...data import (
     Accounting,
@@ -43,14 +43,14 @@ from ...objectives import (
 )
 from ..batch import Batch
 from ..config import Teacher
-from ..models.io import read_model
+from ..models.io import language_model_class, load_images, read_model
 from ..models.lm_head import TeacherOutputs
 from ..models.policy import Policy
 from ..models.sharding import left_in_files
 from ..registry import as_setting_error
 from .context import RunContext, TokenColumns
 from .feed import StepFeed, digest, stored_tokens
-from .reference import frozen_policy_like
+from .reference import check_same_processor, frozen_policy_like
 
 
 def open_teacher(
@@ -67,8 +67,6 @@ def open_teacher(
     """
     if not needed:
         return None, lambda data: {}
-    if context.model.images is not None:
-        raise ValueError("teacher: it sees no images so far; train on text alone, or without it")
     if model is None and config.model is not None:
         model = load_teacher(context, config)
     if model is None or config.top_k is not None:
@@ -325,7 +323,7 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     """The teacher's model, frozen.
 
     Raises:
-        DataError: if it has other tokens than the student.
+        DataError: if it has other tokens than the student, or makes other pixels of images.
     """
     assert config.model is not None
     student, model = context.config, config.model
@@ -342,9 +340,15 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
             )
     else:
         named = as_setting_error(f"teacher.model: {model}")
-        check_same_vocabulary(context.tokenizer, named(AutoTokenizer.from_pretrained)(model))
+        tokenizer = named(AutoTokenizer.from_pretrained)(model)
+        check_same_vocabulary(context.tokenizer, tokenizer)
+        architecture = named(AutoConfig.from_pretrained)(model)
+        images = context.model.images
+        if images is not None:
+            settings = replace(student, model=model, model_revision=None, tokenizer=None)
+            check_same_processor("teacher.model", images.reader, load_images(settings, tokenizer))
         with left_in_files(student.parallel.copy_size > 1):
             model = named(read_model)(
-                AutoModelForCausalLM, model, dtype=getattr(torch, student.dtype)
+                language_model_class(architecture), model, dtype=getattr(torch, student.dtype)
             )
     return frozen_policy_like(context.model, model, student)

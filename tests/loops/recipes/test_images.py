@@ -1,5 +1,6 @@
 """Recipes that train vision-language models on rows with images."""
 
+import dataclasses
 import hashlib
 import json
 
@@ -8,8 +9,10 @@ import tiny
 import torch
 import vision
 from burnish.data import DataError
-from burnish.loops.config import Lora
+from burnish.loops.config import Lora, Teacher
 from burnish.loops.recipes import opener, settings
+from safetensors.torch import load_file
+from tiny import make_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 USER = {"role": "user", "content": "what color?"}
@@ -189,13 +192,6 @@ def test_settings_that_were_not_tried_with_images_are_refused(given, world):
         losses(world(**given))
 
 
-def test_a_recipe_that_reads_text_alone_refuses_images_by_name(world, tmp_path):
-    config = world(kind="dpo")
-    reward = settings.Reward(model=config.model, data=config.data, steps=1, output=config.output)
-    with pytest.raises(DataError, match="column 'images': this recipe trains on text alone so far"):
-        losses(reward)
-
-
 @pytest.mark.parametrize("checkpointing", [True, "selective"])
 def test_recomputed_activations_change_no_loss(checkpointing, world, tmp_path):
     plain = losses(world(output=str(tmp_path / "a")))
@@ -223,3 +219,91 @@ def test_every_family_trains_from_its_files(family, world):
         pytest.skip("its processor needs torchvision, which is not installed")
     first, *_, last = losses(world(family, kind="dpo", dtype="float32"))
     assert last < first
+
+
+@pytest.mark.parametrize("kind", ["reward", "prm"])
+def test_scorers_see_images_in_every_split_and_layout(kind, world, tmp_path):
+    data = write_rows(tmp_path, "dpo")
+    config = world()
+    if kind == "prm":
+        rows = [json.loads(line) for line in data.read_text().splitlines()]
+        for row in rows:
+            del row["chosen"], row["rejected"]
+            row |= {"completions": ["see", "so it is"], "labels": [True, False]}
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"model": config.model, "data": str(data), "steps": 2, "batch_size": 5}
+    given |= {"dtype": "float64", "learning_rate": 1e-3, "report_to": "none"}
+    make = settings.Reward if kind == "reward" else settings.PRM
+    whole = losses(make(**given, output=str(tmp_path / "a"), micro_tokens=None))
+    split = losses(make(**given, output=str(tmp_path / "b"), micro_tokens=60))
+    padded = losses(make(**given, output=str(tmp_path / "c"), layout="padded"))
+    torch.testing.assert_close(whole, split, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(whole, padded, rtol=1e-6, atol=1e-9)
+    assert whole[1] != whole[0]
+    again = make(**{**given, "model": str(tmp_path / "a" / "model")}, output=str(tmp_path / "d"))
+    assert losses(again)[0] < whole[0]
+    before = load_file(tmp_path / "idefics3" / "model.safetensors")
+    after = load_file(tmp_path / "a" / "model" / "model.safetensors")
+    tower = "model.vision_model.embeddings.patch_embedding.weight"
+    assert not torch.equal(before[tower].double(), after[tower].double())
+
+
+def test_a_reward_model_tells_images_apart(tmp_path):
+    vision.save(tmp_path / "model", "llava")
+    rows = []
+    for number in range(8):
+        shown = vision.picture(28, 28, ["red", "blue"][number % 2])
+        answers = [says("red"), says("blue")]
+        chosen, rejected = answers if number % 2 == 0 else reversed(answers)
+        rows.append({"images": [shown], "prompt": [USER], "chosen": chosen, "rejected": rejected})
+    config = settings.Reward(
+        model=str(tmp_path / "model"), data=rows, steps=30, batch_size=8, learning_rate=3e-3,
+        report_to="none", output=str(tmp_path / "run"),
+    )  # fmt: skip
+    *_, last = [step.metrics for step in opener("reward")(config)]
+    assert last["accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"loss": "distillation"}, {"loss": "sampled_reverse_kl", "on_policy": 1.0}],
+    ids=["demonstrations", "samples"],
+)
+def test_a_teacher_sees_the_images_of_its_student(given, world, tmp_path):
+    config = world()
+    vision.save(tmp_path / "teacher", "idefics3", seed=1)
+    rows = []
+    for run, layout in enumerate(["auto", "padded"]):
+        settled = settings.Distill(
+            model=config.model,
+            data=config.data,
+            teacher=Teacher(model=str(tmp_path / "teacher")),
+            steps=2,
+            batch_size=5,
+            max_tokens=4,
+            learning_rate=1e-3,
+            dtype="float64",
+            report_to="none",
+            show_every=0,
+            layout=layout,
+            output=str(tmp_path / str(run)),
+            **given,
+        )
+        rows.append(losses(settled))
+    torch.testing.assert_close(rows[0], rows[1], rtol=1e-6, atol=1e-9)
+    # another picture under the same name is another divergence
+    vision.picture(60, 30, "green").save(tmp_path / "0-0.png")
+    recolored = losses(dataclasses.replace(settled, output=str(tmp_path / "recolored")))
+    assert abs(recolored[0] - rows[0][0]) > 1e-5
+
+
+def test_a_teacher_without_a_processor_is_refused(world, tmp_path):
+    config = world()
+    make_model().save_pretrained(tmp_path / "teacher")
+    AutoProcessor.from_pretrained(config.model).tokenizer.save_pretrained(tmp_path / "teacher")
+    given = settings.Distill(
+        model=config.model, data=config.data, teacher=Teacher(model=str(tmp_path / "teacher")),
+        steps=1, output=str(tmp_path / "run"), report_to="none",
+    )  # fmt: skip
+    with pytest.raises(DataError, match=r"teacher\.model: it sees no images"):
+        losses(given)

@@ -7,8 +7,12 @@ import pytest
 import torch
 import vision
 from burnish.data import DataError, example
+from burnish.data.images import ImageRef
 from burnish.loops.recipes import opener, settings
+from burnish.loops.rewards.reward_models import RewardModel
 from burnish.loops.rollouts.replay import read_samples
+from burnish.loops.rollouts.sample import Sample, VersionSpan
+from safetensors.torch import load_file
 
 RECIPES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online_dpo": "OnlineDPO"}
 FAST = ("idefics3", "gemma3", "qwen2_5_vl")
@@ -174,3 +178,24 @@ def test_an_environment_refuses_images_by_name(world):
     config = world(environment="guess_number", rewards={})
     with pytest.raises(DataError, match="column 'images': an environment converses in text alone"):
         steps(config)
+
+
+def test_a_critic_of_its_own_sees_the_images(world, tmp_path):
+    critic = {"value_model": str(tmp_path / "idefics3")}
+    norms = []
+    for run, layout in enumerate(["auto", "padded"]):
+        config = world(kind="ppo", layout=layout, output=str(tmp_path / str(run)), **critic)
+        norms.append([step["loss"] for step in steps(config)])
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-7, atol=1e-9)
+    saved = load_file(tmp_path / "0" / "critic" / "model" / "model.safetensors")
+    start = load_file(tmp_path / "idefics3" / "model.safetensors")
+    tower = "model.vision_model.embeddings.patch_embedding.weight"
+    assert not torch.equal(saved[tower].double(), start[tower].double())
+
+
+def test_a_reward_model_refuses_images_by_name():
+    reward = RewardModel.__new__(RewardModel)
+    sample = Sample(0, 0, [1], [2], [True], [-1.0], [VersionSpan(0, 0, 1)], "stop")
+    sample.images = (ImageRef("a.png"),)
+    with pytest.raises(ValueError, match="a reward model reads text alone so far"):
+        reward([{}], [sample])
