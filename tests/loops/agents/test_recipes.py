@@ -1,6 +1,7 @@
 """Agents in runs: named in a configuration, on one rank and on two, evaluated, and refused."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,19 @@ from burnish.loops.config import Limits
 from burnish.loops.own_code import burnish_alone, check_names, whose_code
 from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.settings import GRPO, PPO
-from online import lines, prepare, stored, under_torchrun
+from online import Killed, dying_in_step, lines, prepare, stored, under_torchrun
 from tiny import save_model
+
+PROGRAM = """
+import json, os, sys, urllib.request
+
+body = {"model": "policy", "messages": json.load(sys.stdin)["prompt"]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+print(sum(character < "n" for character in reply))
+"""
 
 
 @pytest.fixture
@@ -39,6 +51,30 @@ def test_grpo_trains_on_what_an_agent_asked(fields) -> None:
     assert len(samples) == 8
     # the plan and the two parts are a tree of two branches, the sum stands alone
     assert all(len(sample["further"]) == 2 for sample in samples)
+
+
+def test_agents_are_answered_while_the_trainer_trains(fields, tmp_path) -> None:
+    """At max_staleness 1 the event loop is a thread's, which also waits for programs."""
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    fields |= {"max_staleness": 1, "steps": 3}
+    fields["agent"] = {"process": {"command": [sys.executable, str(tmp_path / "agent.py")]}}
+    metrics, samples = train(fields)
+    assert [line["turns/aborted"] for line in metrics] == [0.0] * 3
+    assert len(samples) >= 12
+
+
+def test_a_run_that_is_killed_goes_on_and_counts_nothing_twice(fields) -> None:
+    fields |= {"steps": 3, "save_every": 1}
+    with dying_in_step(2), pytest.raises(Killed):
+        train(fields)
+    train({**fields, "resume": True})
+    samples = stored(Path(fields["output"]))
+    metrics = lines(Path(fields["output"]))
+    assert [line["step"] for line in metrics] == [1, 2, 3]
+    places = [(sample["task"], sample["index"]) for sample in samples]
+    # those of the step that died were sampled and written twice, and trained once
+    assert set(places) == {(task, index) for task in range(6) for index in range(2)}
+    assert all(line["turns/mean"] == 4.0 for line in metrics)
 
 
 def test_a_held_out_set_is_asked_by_the_agent_too(fields) -> None:
