@@ -335,6 +335,21 @@ class Conformance:
             assert [tuple(span) for span in after.spans] == [(1, 0, end)]
 
     @with_subject
+    async def test_a_stop_word_ends_a_completion_that_is_otherwise_the_same(self, subject):
+        tokenizer = getattr(subject.source, "tokenizer", None)
+        if tokenizer is None:
+            pytest.skip("without a tokenizer there are no words")
+        whole = await subject.source.sample(ask(indices=range(12), max_tokens=24))
+        word = next(letter for letter in whole[0].text[8:] if letter.isascii() and letter.isalnum())
+        request = ask(indices=range(12), max_tokens=24, stop_words=(word,))
+        stopped = await subject.source.sample(request)
+        for sample, other in zip(stopped, whole, strict=True):
+            assert sample.tokens == other.tokens[: len(sample.tokens)]
+            assert (sample.finish == "stop") == (word in sample.text)
+            assert word not in tokenizer.decode(sample.tokens[:-1], skip_special_tokens=True)
+        assert stopped[0].finish == "stop"
+
+    @with_subject
     async def test_after_publish_completions_come_from_the_new_weights(self, subject):
         assert await subject.source.version() == 1
         before = await subject.source.sample(ask(indices=range(4)))
