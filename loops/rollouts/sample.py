@@ -10,9 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ...data.images import ImageRef
+if (
+    TYPE_CHECKING
+):  # settings name rewards, which name samples: `translate` and `--help` take no second
+    from ...data.images import ImageRef
 
 Row = Mapping[str, Any]  # of a data set, as reward functions and environments receive it
 Record = dict[str, Any]  # of a sample: its fields as JSON and checkpoints hold them
@@ -118,7 +121,7 @@ class Request:
     key: int
     turn: int = 0
     priority: int = 0
-    images: tuple[ImageRef, ...] = ()
+    images: "tuple[ImageRef, ...]" = ()
 
     def seed(self, index: int) -> int:
         """The seed of one completion in [0, 2⁶³): a hash of the request, so that order and
@@ -191,7 +194,7 @@ class Sample:
     info: dict[str, Any] = field(default_factory=dict)
     further: list[Context] = field(default_factory=list)
     row: Row | None = field(default=None, compare=False, repr=False)
-    images: tuple[ImageRef, ...] = field(default=(), compare=False, repr=False)
+    images: "tuple[ImageRef, ...]" = field(default=(), compare=False, repr=False)
 
     @property
     def contexts(self) -> list[Context]:
