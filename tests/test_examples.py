@@ -50,8 +50,9 @@ def lines(directory):
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-# A program of its own, with options.
-SHORT = sorted(path for path in EXAMPLES.glob("*.py") if path.name != "sweep.py")
+# Programs of their own, with options.
+PROGRAMS = ("sweep.py", "shapes.py")
+SHORT = sorted(path for path in EXAMPLES.glob("*.py") if path.name not in PROGRAMS)
 
 
 @pytest.mark.parametrize("path", SHORT, ids=lambda path: path.name)
@@ -151,3 +152,24 @@ def test_new_tokens_are_learned_and_saved(start, rows, run, tmp_path):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)[:, 5:]
     )
     assert said == ["<next>5<eos>", "<next>1<eos>"]
+
+
+def test_shapes_are_drawn_learned_and_counted(run, tmp_path):
+    """All of it but the learning, which takes minutes."""
+    few = ("--taught", 64, "--asked", 32, "--held_out", 8, "--sft_steps", 2, "--grpo_steps", 2)
+    printed = run("shapes.py", tmp_path / "shapes", *few)
+    found = json.loads((tmp_path / "shapes" / "accuracy.json").read_text())
+    assert found["weights"] < 500_000
+    assert found["steps"] == [0, 1, 2]
+    assert len(found["accuracy"]) == 3
+    assert f"after GRPO {found['accuracy'][-1]:.1%}" in printed
+    assert (tmp_path / "shapes" / "accuracy.png").stat().st_size > 1000
+
+
+def test_the_stored_curve_of_shapes_rises_by_15_points():
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "shapes.json"
+    found = json.loads(results.read_text())
+    assert found["after GRPO"] - found["after SFT"] >= 0.15
+    page = (results.parents[2] / "docs" / "images.md").read_text()
+    for stage in ("after SFT", "after GRPO"):
+        assert f"{found[stage]:.1%}".replace("%", " %") in page
