@@ -7,11 +7,14 @@ says which text each image becomes. No list of architectures is needed.
 
 import base64
 import binascii
+import copy
 import hashlib
 import io
 import os
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -229,7 +232,7 @@ class ImageReader:
     """The processor of a vision-language model, for the images of one conversation at a time.
 
     What it made of the last images is kept: they are read once a step, however many models see
-    them.
+    them. Those that are expected are read in a thread meanwhile.
 
     Attributes:
         processor: of transformers.
@@ -244,8 +247,10 @@ class ImageReader:
         self.placeholder = str(processor.image_token)
         self._kept: OrderedDict[tuple[bytes, ...], Processed] = OrderedDict()
         self._size = 0
+        self._ahead: dict[tuple[bytes, ...], tuple[int, Future[Processed | None]]] = {}
+        self._expectations = 0
         self.token = 0
-        self.token = self._most_frequent(self._call([_blank()])[0][0])
+        self.token = self._most_frequent(self._call([_blank()], processor)[0][0])
         self.other_tokens = self._other_tokens()
         self.read([self.blank])  # refuses a processor that makes nothing of an image
 
@@ -279,23 +284,80 @@ class ImageReader:
         Raises:
             ImageError: if one of them can't be decoded, or the processor refuses them.
         """
-        key = tuple(image.key for image in images)
+        key = _key(images)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
+        processed = self._read_meanwhile(key) or self._process(images, self.processor)
+        self._keep(key, processed)
+        return processed
+
+    def expect(self, conversations: Iterable[Sequence[ImageRef]]) -> None:
+        """Read the images of these conversations in a thread, in this order, until they will be
+        asked for.
+
+        They take at most half as much memory as what is kept. What was expected before, but for the
+        last time, and was not asked for, is let go of.
+        """
+        self._expectations += 1
+        for key, (number, future) in list(self._ahead.items()):
+            if number < self._expectations - 1:
+                future.cancel()
+                del self._ahead[key]
+        for images in conversations:
+            key = _key(images)
+            if images and key not in self._kept and key not in self._ahead:
+                future = self._thread.submit(self._read_ahead, images)
+                self._ahead[key] = (self._expectations, future)
+
+    def forget(self) -> None:
+        """Expect nothing any more."""
+        for _, future in self._ahead.values():
+            future.cancel()
+        self._ahead.clear()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, "burnish-images")
+
+    @cached_property
+    def _processor_ahead(self) -> Any:
+        # Tokenizers of two threads may not be one: "Already borrowed".
+        return copy.deepcopy(self.processor)
+
+    def _read_ahead(self, images: Sequence[ImageRef]) -> Processed | None:
+        """In the thread: None where there is no room, or where reading will say what is wrong."""
+        held = 0
+        for _, future in list(self._ahead.values()):
+            if future.done() and not future.cancelled():
+                read = future.result()
+                held += 0 if read is None else _bytes(read)
+        if held >= _CACHED // 2:
+            return None
+        try:
+            return self._process(images, self._processor_ahead)
+        except Exception:
+            return None
+
+    def _read_meanwhile(self, key: tuple[bytes, ...]) -> Processed | None:
+        """What the thread made of the images; None if it has not begun."""
+        if key not in self._ahead:
+            return None
+        _, future = self._ahead.pop(key)
+        return None if future.cancel() else future.result()
+
+    def _process(self, images: Sequence[ImageRef], processor: Any) -> Processed:
         pictures = [decoded(image) for image in images]
         try:
-            texts, tensors = self._call(pictures)
+            texts, tensors = self._call(pictures, processor)
         except ValueError as error:
             names = ", ".join(image.name for image in images)
             sizes = ", ".join(f"{picture.width}x{picture.height}" for picture in pictures)
             raise ImageError(
                 f"the processor refuses the image {names} ({sizes} pixels): {error}"
             ) from None
-        counts = [self._ids(text).count(self.token) for text in texts]
-        processed = Processed(texts, counts, tensors)
-        self._keep(key, processed)
-        return processed
+        counts = [_ids_by(processor.tokenizer, text).count(self.token) for text in texts]
+        return Processed(texts, counts, tensors)
 
     def with_placeholders(self, prompt: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
         """The prompt with a placeholder in place of the text of each image.
@@ -324,8 +386,10 @@ class ImageReader:
             _, oldest = self._kept.popitem(last=False)
             self._size -= _bytes(oldest)
 
-    def _call(self, pictures: "Sequence[Picture]") -> "tuple[list[str], dict[str, Tensor]]":
-        out = self.processor(
+    def _call(
+        self, pictures: "Sequence[Picture]", processor: Any
+    ) -> "tuple[list[str], dict[str, Tensor]]":
+        out = processor(
             text=[self.placeholder * len(pictures)],
             images=[list(pictures)],
             return_text_replacement_offsets=True,
@@ -337,7 +401,7 @@ class ImageReader:
         return texts, tensors
 
     def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return _ids_by(self.tokenizer, text)
 
     def _most_frequent(self, text: str) -> int:
         added = self.tokenizer.added_tokens_decoder
@@ -347,6 +411,14 @@ class ImageReader:
         names = [getattr(self.processor, f"{kind}_token", None) for kind in ("video", "audio")]
         known = self.tokenizer.get_vocab()
         return {known[name] for name in names if isinstance(name, str) and name in known}
+
+
+def _key(images: Sequence[ImageRef]) -> tuple[bytes, ...]:
+    return tuple(image.key for image in images)
+
+
+def _ids_by(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _bytes(processed: Processed) -> int:

@@ -338,7 +338,8 @@ def _most_images(feed: Any, model: Policy) -> Batch | None:
         return None
     of_example = np.array([sum(each["length"] for each in row) for row in feed.dataset["images"]])
     step = _choose_rank(feed, _plans(feed), lambda indices: int(of_example[indices].sum()))
-    return max(feed(step), key=_image_tokens)
+    batches: list[Batch] = feed(step)
+    return max(batches, key=_image_tokens)
 
 
 def _image_tokens(batch: Batch) -> int:
@@ -406,7 +407,7 @@ def _read_images(simulation: Simulation) -> Callable[[ImageReader, Sequence[Imag
     original = ImageReader.read
 
     def read(reader: ImageReader, images: Sequence[ImageRef]) -> Processed:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             processed = original(reader, images)
         if not simulation.gpu:
             for tensor in processed.tensors.values():

@@ -189,7 +189,8 @@ class RunContext(Generic[Model]):
             steps=steps,
             ranks=ranks,
         )
-        return Feed(data, batches, rank, device, per_token=computed, **options)
+        images = None if self.model.images is None else self.model.images.reader
+        return Feed(data, batches, rank, device, per_token=computed, images=images, **options)
 
     def held_out(self, rows: object, **options: Any) -> Feed:
         """Further rows, encoded as ``data`` was, as one step.

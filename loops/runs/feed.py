@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...data import Batches, Example, Stream, StreamBatches, example
 from ...data.encode import images_of_row
+from ...data.images import ImageReader
 from ..batch import Batch, collate
 from .ranks import from_main, gather_to_main, on_main, tensors_from_main
 from .storage import sync
@@ -108,6 +109,7 @@ class Feed(StepFeed):
             `torch.distributed.checkpoint.stateful`.
         evaluation: held-out data, the whole of them as one step.
         of_rows: makes such a feed of further rows.
+        images: reads the images of the next step while this one is computed.
     """
 
     dataset: Dataset | Stream
@@ -123,6 +125,7 @@ class Feed(StepFeed):
     memory: Any = None
     evaluation: "Feed | None" = None
     of_rows: Callable[[Any], "Feed"] | None = None
+    images: ImageReader | None = None
 
     def __post_init__(self) -> None:
         self.stateful = self.memory is not None
@@ -136,7 +139,16 @@ class Feed(StepFeed):
         return self.evaluation is not None
 
     def __call__(self, step: int) -> list[Batch]:
-        return self.prepare(self, step, [self.batch(indices) for indices in self.plan(step)])
+        micro_batches = [self.batch(indices) for indices in self.plan(step)]
+        self._expect_images(step + 1)
+        return self.prepare(self, step, micro_batches)
+
+    def _expect_images(self, step: int) -> None:
+        """Have the images of a step read, in the order in which its micro-batches show them."""
+        if self.images is None or step >= self.steps or isinstance(self.dataset, Stream):
+            return
+        rows = self.dataset[list(chain.from_iterable(self.plan(step)))]
+        self.images.expect(map(images_of_row, rows.get("images") or ()))
 
     def plan(self, step: int) -> list[list[int]]:
         """The indices of the examples of each micro-batch."""
@@ -171,6 +183,10 @@ class Feed(StepFeed):
             return measure(self.of_rows(rows)(0))
         assert self.evaluation is not None
         return measure(self.evaluation(0))
+
+    def close(self) -> None:
+        if self.images is not None:
+            self.images.forget()
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.memory.state_dict()

@@ -3,8 +3,11 @@
 import base64
 import io
 import json
+import threading
+from concurrent.futures import wait
 
 import pytest
+import torch
 import vision
 from burnish.data import (
     DataError,
@@ -16,6 +19,7 @@ from burnish.data import (
     encode_supervised,
     encode_unpaired,
     example,
+    images,
     load,
 )
 from burnish.data.images import ImageReader, decoded, reference
@@ -437,12 +441,71 @@ def test_an_image_is_read_once_for_all_models(reader, monkeypatch):
     calls = []
     reader = ImageReader(reader.processor)
     call = reader._call
-    monkeypatch.setattr(reader, "_call", lambda pictures: calls.append(1) or call(pictures))
+    monkeypatch.setattr(reader, "_call", lambda *given: calls.append(1) or call(*given))
     data, _ = encode_supervised([row_with()], reader)
     one = example(data, 0)
     for _ in range(3):
         reader.read(one.images)
     assert len(calls) == 1
+
+
+@pytest.fixture
+def counted(reader):
+    """A reader, and the threads in which it processed images."""
+    reader = ImageReader(reader.processor)
+    threads = []
+    call = reader._call
+    reader._call = lambda *given: threads.append(threading.current_thread().name) or call(*given)
+    yield reader, threads
+    reader.forget()
+
+
+def pictures_of(*colors):
+    return [[reference(png(vision.picture(color=color)))] for color in colors]
+
+
+def test_expected_images_are_read_in_a_thread_as_they_would_be(counted, reader):
+    ahead, threads = counted
+    given = pictures_of("red", "blue", "red")
+    ahead.expect(given)
+    wait([future for _, future in ahead._ahead.values()])
+    for shown in given:
+        read, expected = ahead.read(shown), reader.read(shown)
+        assert read.texts == expected.texts and read.counts == expected.counts
+        assert all(torch.equal(read.tensors[name], expected.tensors[name]) for name in read.tensors)
+    assert len(threads) == 2 and all("burnish-images" in name for name in threads)
+    assert not ahead._ahead
+
+
+def test_what_is_expected_takes_half_of_the_memory_of_what_is_kept(counted, monkeypatch):
+    ahead, _ = counted
+    given = pictures_of("red", "blue", "green", "white")
+    size = sum(tensor.nbytes for tensor in ahead.read(given[0]).tensors.values())
+    monkeypatch.setattr(images, "_CACHED", 2 * size + 2)
+    ahead.expect(given[1:])
+    wait([future for _, future in ahead._ahead.values()])
+    assert sum(future.result() is not None for _, future in ahead._ahead.values()) == 2
+    for each in given:
+        assert ahead.read(each).counts == [4]
+
+
+def test_a_fault_of_an_expected_image_is_told_where_it_is_read(counted):
+    ahead, _ = counted
+    bad = [reference(b"no picture")]
+    ahead.expect([bad])
+    wait([future for _, future in ahead._ahead.values()])
+    with pytest.raises(ValueError, match="can't be read"):
+        ahead.read(bad)
+
+
+def test_what_was_expected_and_not_read_is_let_go_of(counted):
+    ahead, _ = counted
+    red, blue, green = pictures_of("red", "blue", "green")
+    ahead.expect([red])
+    ahead.expect([blue])
+    assert len(ahead._ahead) == 2  # a step's are expected while the one before is computed
+    ahead.expect([green])
+    assert len(ahead._ahead) == 2
 
 
 def test_examples_of_text_are_as_before(reader):

@@ -3,12 +3,13 @@
 import dataclasses
 import hashlib
 import json
+import threading
 
 import pytest
 import tiny
 import torch
 import vision
-from burnish.data import DataError
+from burnish.data import DataError, images
 from burnish.loops.config import Lora, Teacher
 from burnish.loops.recipes import opener, settings
 from safetensors.torch import load_file
@@ -190,6 +191,25 @@ def test_a_model_of_text_has_no_image_processor_to_change(world, tmp_path):
 def test_settings_that_were_not_tried_with_images_are_refused(given, world):
     with pytest.raises(ValueError, match=f"{next(iter(given))}: not with images so far"):
         losses(world(**given))
+
+
+def test_images_of_the_next_step_are_read_while_one_is_computed(world, monkeypatch):
+    monkeypatch.setattr(images, "_CACHED", 1 << 17)  # some of these images, not all
+    processed = []
+    process = images.ImageReader._process
+
+    def counted(reader, shown, processor):
+        processed.append((threading.current_thread().name, tuple(each.key for each in shown)))
+        return process(reader, shown, processor)
+
+    training = opener("dpo")(world(kind="dpo", micro_tokens=60, reference="copy", steps=4))
+    monkeypatch.setattr(images.ImageReader, "_process", counted)
+    training.train()
+    threads = [name for name, _ in processed]
+    assert any("burnish-images" in name for name in threads)
+    # four rows with images, for policy and reference, and the blank one
+    assert len(processed) <= 4 * 4 + 4
+    assert not training.context.model.images.reader._ahead
 
 
 @pytest.mark.parametrize("checkpointing", [True, "selective"])

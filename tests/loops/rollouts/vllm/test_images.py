@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.util
-import json
 import os
 import subprocess
 from contextlib import closing
@@ -15,9 +14,6 @@ import vision
 import vllm_vision
 from burnish.data import encode_prompts, example
 from burnish.data.images import ImageError, ImageReader
-from burnish.loops.recipes.grpo import open_grpo
-from burnish.loops.recipes.settings import GRPO
-from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.sample import Request, SamplingParams
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.engine import VLLMEngine, start_engine
@@ -128,38 +124,6 @@ def test_a_real_server_completes_prompts_with_images_by_published_weights(made, 
             key=server.key,
         )
         check_completions(source, reader)
-
-
-@pytest.mark.slow
-def test_grpo_trains_on_what_a_server_completes_for_images(made, tmp_path):
-    rows = []
-    for number, size in enumerate((WIDE, TALL)):
-        vision.picture(*size).save(tmp_path / f"{number}.png")
-        rows.append({"image": f"{number}.png", "prompt": [{"role": "user", "content": "what?"}]})
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    environment = ENVIRONMENT | FORKING
-    config = GRPO(
-        model=str(vllm_vision.save(tmp_path / "model")),
-        data=str(tmp_path / "rows.jsonl"),
-        output=str(tmp_path / "run"),
-        rewards={lambda completion, **columns: float(sum(map(ord, completion)) % 7): 1.0},
-        steps=3,
-        prompts_per_rollout=2,
-        group_size=4,
-        max_tokens=8,
-        learning_rate=1e-3,
-        dtype="float32",
-        source="vllm",
-        vllm=VLLM(
-            python=vllm_python(),
-            environment=environment,
-            options={"enforce_eager": True, "max_num_seqs": 32, "max_model_len": CONTEXT},
-        ),
-        report_to="none",
-    )
-    for step in open_grpo(config):
-        assert step.metrics["sampling/logp_difference/max"] < 1e-3  # as of the same weights
-        assert step.metrics["grad_norm"] > 0
 
 
 def check_completions(source, reader):
