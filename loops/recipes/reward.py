@@ -58,7 +58,7 @@ def open_reward(config: Reward) -> Training:
     return context.train(losses, read, columns=_columns(config), mark=mark)
 
 
-def load_reward(config: Reward, *, images: bool = False) -> nn.Module:
+def load_reward(config: Any, *, images: bool = False) -> nn.Module:
     """The model to train, with one output, or with the bins of its histogram.
 
     Args:
@@ -152,8 +152,9 @@ def encoder(config: Reward) -> Encode:
         return partial(_with_degrees, column=config.preference, ties=ties)
     if config.margin is not None:
         return partial(_with_number, column=config.margin, name="margin")
-    if config.loss == "hl_gauss":
-        return partial(_within_histogram, low=config.lowest_score, high=config.highest_score)
+    low, high = config.lowest_score, config.highest_score
+    if low is not None and high is not None:
+        return partial(_within_histogram, low=low, high=high)
     encode, _ = _DATA[config.loss]
     return encode
 

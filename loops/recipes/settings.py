@@ -241,16 +241,16 @@ class Reward(OfflineConfig):
         yield from self._histogram_contradictions()
 
     def _histogram_contradictions(self) -> Iterator[str]:
-        ends = (self.lowest_score, self.highest_score)
+        low, high = self.lowest_score, self.highest_score
         if self.loss != "hl_gauss":
             for name in ("lowest_score", "highest_score", "bins", "sigma"):
                 if getattr(self, name) != getattr(Reward, name):
                     yield f"{name}: is for the histogram of hl_gauss; the loss is {self.loss}"
             return
-        if None in ends or not -math.inf < ends[0] < ends[1] < math.inf:
+        if low is None or high is None or not -math.inf < low < high < math.inf:
             yield (
                 "lowest_score, highest_score: hl_gauss needs both ends of its histogram, the lower one first; got "
-                f"{ends[0]} and {ends[1]}"
+                f"{low} and {high}"
             )
         if self.bins < 3:
             yield f"bins: a histogram has 3 or more, got {self.bins}; for a single output use score_regression"
