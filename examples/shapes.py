@@ -196,6 +196,7 @@ def main():
         steps=args.sft_steps,
         batch_size=64,
         learning_rate=2e-3,
+        schedule="cosine",
         warmup=0.05,
         seed=args.seed,
     ).train()
