@@ -130,7 +130,7 @@ class HeadFactors(NamedTuple):
                 a = rounded(down, compute).to(exact)
                 low = scaling * (h @ a.t())
             else:
-                low = _LowRankProduct.apply(hidden, down, scaling, compute)
+                low = _LowRankProduct.apply(hidden, down, scaling, compute)  # type: ignore[no-untyped-call]
         return cls(hidden, head.weight, head.bias, low, up, compute)
 
     def factor(self, t: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ def log_table(
         elif tracker.name == "mlflow":
             import mlflow
 
-            cells = {"step": [step] * len(rows)}
+            cells: dict[str, list[Any]] = {"step": [step] * len(rows)}
             for column, values in zip(columns, zip(*rows, strict=True), strict=True):
                 cells[column] = list(map(str, values))
             # Rows are added to those of the file that earlier steps have logged.
