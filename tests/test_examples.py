@@ -2,6 +2,7 @@
 rows.
 """
 
+import asyncio
 import json
 import math
 import re
@@ -11,8 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from burnish.loops.rewards import score
+from burnish.loops.rewards.resolve import resolve_rewards
+from burnish.loops.rewards.scoring import score_samples
+from burnish.loops.rollouts.sample import Sample, VersionSpan
 from tiny import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_fake import Fake, error
 from worlds import demonstrations, save_start, successors
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -152,6 +158,49 @@ def test_new_tokens_are_learned_and_saved(start, rows, run, tmp_path):
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)[:, 5:]
     )
     assert said == ["<next>5<eos>", "<next>1<eos>"]
+
+
+def test_a_served_judge_grades_and_is_never_taken_for_a_0(monkeypatch):
+    """A busy judge is asked again; an answer without a grade, or no answer, masks a completion."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    server = Fake(tokenizer=())
+    server.key = "secret"
+    asked = []
+
+    def grade(body):
+        asked.append(body)
+        if len(asked) == 1:
+            return error(503, "it is busy")
+        text = body["messages"][-1]["content"]
+        if "broken" in text:
+            return error(400, "it is too long")
+        verdict = "I'd rather not say." if "unclear" in text else "Grade: 2? No.\nGrade: 7"
+        return 200, {"choices": [{"message": {"content": verdict}}]}
+
+    server.odd["/v1/chat/completions"] = grade
+    monkeypatch.setattr("asyncio.sleep", pause_of(asyncio.sleep))
+    settings = {"url": f"{server.url}/v1", "model": "my/judge", "key": "secret", "timeout": 10}
+    rewards = resolve_rewards({"judge:Judge": settings})
+    texts = ["right", "unclear", "broken"]
+    samples = [
+        Sample(0, i, [1], [5], [True], [-1.0], [VersionSpan(0, 0, 1)], "stop", text)
+        for i, text in enumerate(texts)
+    ]
+    rows = [{"prompt": [{"role": "user", "content": "Why?"}]}] * len(samples)
+    try:
+        asyncio.run(score_samples(rewards, rows, samples))
+    finally:
+        server.close()
+    assert score(rewards, samples).total.tolist()[0] == 0.7
+    assert score(rewards, samples).total.isnan().tolist() == [False, True, True]
+    assert len(asked) == 4
+    assert all(body["model"] == "my/judge" and body["temperature"] == 0 for body in asked)
+    assert "Why?" in asked[0]["messages"][-1]["content"]
+
+
+def pause_of(sleep):
+    """``sleep`` that lasts no time."""
+    return lambda seconds: sleep(0)
 
 
 def test_shapes_are_drawn_learned_and_counted(run, tmp_path):
