@@ -167,11 +167,7 @@ def warmup(trl: Translation) -> Fields:
 def precision(trl: Translation) -> Fields:
     loaded = _loaded_dtypes(trl)
     launched = str(trl.given.get("mixed_precision") or "no")
-    asked = dict(loaded)
-    if trl["fp16"]:
-        asked["fp16"] = "float16"
-    if launched not in ("no", "bf16"):
-        asked["mixed_precision"] = "float16" if launched == "fp16" else launched
+    asked = _asked_dtypes(trl, launched)
     _refuse_dtypes(trl, asked)
     if trl.refused.keys() & asked:
         return {}
@@ -193,12 +189,17 @@ def precision(trl: Translation) -> Fields:
         trl.notes.append(
             "dtype: float32 throughout; TRL's autocasts to bfloat16 unless bf16 is false (dtype bfloat16)"
         )
+    return {"dtype": dtype, **_bfloat16_weights(trl, loaded)}
+
+
+def _bfloat16_weights(trl: Translation, loaded: Mapping[str, str]) -> Fields:
+    """bfloat16 weights if they are trained themselves, not adapters to them."""
     if "bfloat16" not in loaded.values() or trl["use_peft"]:
-        return {"dtype": dtype}
+        return {}
     trl.notes.append(
         "dtype: bfloat16 weights round each step by chance (see rounding), where TRL's lose small ones"
     )
-    return {"dtype": dtype, "weights_dtype": "bfloat16"}
+    return {"weights_dtype": "bfloat16"}
 
 
 def _in_float16(trl: Translation) -> Fields:
@@ -221,6 +222,20 @@ def _loaded_dtypes(trl: Translation) -> dict[str, str]:
             dtype = str(trl[name]).removeprefix("torch.")
             loaded[name] = _SHORT_DTYPES.get(dtype, dtype)
     return loaded
+
+
+def _asked_dtypes(trl: Translation, launched: str) -> dict[str, str]:
+    """Every dtype that is asked for by a name other than bf16, by the name that says so.
+
+    Args:
+        launched: the ``mixed_precision`` of Accelerate.
+    """
+    asked = _loaded_dtypes(trl)
+    if trl["fp16"]:
+        asked["fp16"] = "float16"
+    if launched not in ("no", "bf16"):
+        asked["mixed_precision"] = "float16" if launched == "fp16" else launched
+    return asked
 
 
 def _refuse_dtypes(trl: Translation, asked: Mapping[str, str]) -> None:

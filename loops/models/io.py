@@ -298,10 +298,7 @@ def load_model(
             CPU, or if a model passed as an object is to be quantized, or to get adapters in
             addition to its own.
     """
-    if config.attention == "flex_attention" and not torch.cuda.is_available():
-        raise ValueError(
-            "attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa"
-        )
+    _check_attention(config)
     model: Any = config.model
     if isinstance(model, nn.Module):
         _check_loaded(config, model)
@@ -311,10 +308,8 @@ def load_model(
     # Read before anything is converted: what the files, or the caller's model, hold.
     stored_dtype = getattr(architecture, "dtype", None)
     quantized = _is_quantized(architecture)
-    if (config.quantize or quantized) and not (config.lora.enabled or isinstance(model, PeftModel)):
-        raise ValueError(
-            "quantize: quantized weights can't be trained; add adapters, such as --lora.r 16"
-        )
+    if config.quantize or quantized:
+        _check_has_adapters(config, model)
 
     if isinstance(model, nn.Module):
         _prepare_loaded(config, model, quantized=quantized)
@@ -325,9 +320,10 @@ def load_model(
     _check_overflow(model)
     if config.dtype == "float64":
         _compute_each_expert(model)
+    elif config.weights_dtype == "bfloat16":
+        model.stored_dtype = torch.bfloat16  # `save_model` rounds to it
     else:
-        # `save_model` rounds to it.
-        model.stored_dtype = torch.bfloat16 if config.weights_dtype == "bfloat16" else stored_dtype
+        model.stored_dtype = stored_dtype
     if config.gradient_checkpointing:
         checkpoint_activations(model, config.gradient_checkpointing)
     if config.neftune_noise_alpha:
@@ -355,6 +351,21 @@ def _is_quantized(architecture: object) -> bool:
     """True if a model says so, or if its configuration holds how its files are quantized."""
     described = hasattr(architecture, "quantization_config")
     return bool(getattr(architecture, "is_quantized", described))
+
+
+def _check_attention(config: Common) -> None:
+    if config.attention == "flex_attention" and not torch.cuda.is_available():
+        raise ValueError(
+            "attention: FlexAttention has no backward pass on a CPU; leave attention out, which is sdpa"
+        )
+
+
+def _check_has_adapters(config: Common, model: str | nn.Module) -> None:
+    """Raise ValueError if a quantized model neither has adapters nor gets some."""
+    if not (config.lora.enabled or isinstance(model, PeftModel)):
+        raise ValueError(
+            "quantize: quantized weights can't be trained; add adapters, such as --lora.r 16"
+        )
 
 
 def _check_loaded(config: Common, model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -214,66 +214,114 @@ _OTHER_ROWS = 1e-3
 _OTHER_ROWS_IN_HALVES = 0.35
 
 
+class _Rounding(NamedTuple):
+    """Tells rounding from a wrong position or mask.
+
+    In half precision rounding may be as large as what a randomly initialized model computes from
+    other tokens at all, so there it must also be less than half of that.
+
+    Attributes:
+        expected: outputs of the padded run.
+        moved: the same with another token at the start of each prompt.
+        exact: whether the model computes in float32 or float64 throughout.
+    """
+
+    expected: Tensor
+    moved: Tensor
+    exact: bool
+
+    def explains(
+        self, first: Tensor, second: Tensor, tokens: slice | list[int], *, same_rows: bool
+    ) -> bool:
+        """Whether the outputs of these tokens in two runs differ by no more than rounding.
+
+        Args:
+            same_rows: whether the tokens are in the same places of the same rows in both runs.
+        """
+        if self.exact:
+            share = _SAME_ROWS if same_rows else _OTHER_ROWS
+        else:
+            share = _SAME_ROWS_IN_HALVES if same_rows else _OTHER_ROWS_IN_HALVES
+        limit = share * self.expected[tokens].norm()
+        if not self.exact:
+            limit = torch.minimum(limit, (self.moved - self.expected)[tokens].norm() / 2)
+        return bool((first - second).norm() <= limit)
+
+
+class _Changed(NamedTuple):
+    """The examples of a probe, each time with one thing changed.
+
+    Attributes:
+        tokens: the first completions, and the second example's prompt and image, are others.
+        prompts: another token begins each prompt.
+        image: the first example shows another image; empty for a model of text.
+    """
+
+    tokens: list[Example]
+    prompts: list[Example]
+    image: list[Example]
+
+
+def _changed_examples(backbone: Backbone) -> _Changed:
+    tokens = [
+        PROBE[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]]),
+        PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]]),
+    ]
+    prompts = [example._replace(prompt=[5, *example.prompt[1:]]) for example in PROBE]
+    images = backbone.images
+    if images is None:
+        return _Changed(tokens, prompts, [])
+    blank = images.reader.blank
+    dark = images.reader.dark
+    return _Changed(
+        # With another image in the second example, the first one must stay as it is.
+        tokens=seen_by(images, tokens, blank, dark),
+        prompts=seen_by(images, prompts, blank, blank),
+        image=seen_by(images, PROBE, dark, blank),
+    )
+
+
 @torch.no_grad()
 def _find_fault(backbone: Backbone, layout: Layout, output: Callable[[Rows], Tensor]) -> str | None:
     """Return the reason if this layout can't be used.
 
     The token before two completions to one prompt must not see them, other tokens in one sequence
-    must not change another, and all must agree with the padded run: up to rounding, which in half
-    precision may be as large as what a randomly initialized model computes from other tokens at
-    all, so it is compared with that, too.
+    must not change another, and all must agree with the padded run, up to `_Rounding`.
     """
-    other_tokens = [
-        PROBE[0]._replace(completions=[[6, 6, 6, 6], PROBE[0].completions[1]]),
-        PROBE[1]._replace(prompt=[7, 7], completions=[[1, 1, 1], PROBE[1].completions[1]]),
-    ]
-    other_prompts = [example._replace(prompt=[5, *example.prompt[1:]]) for example in PROBE]
     probed = probe_examples(backbone)
-    other_image: list[Example] = []
-    if backbone.images is not None:
-        reader = backbone.images.reader
-        blank = reader.blank
-        # With another image in the second example, the first one must stay as it is.
-        other_tokens = seen_by(backbone.images, other_tokens, blank, reader.dark)
-        other_prompts = seen_by(backbone.images, other_prompts, blank, blank)
-        other_image = seen_by(backbone.images, PROBE, reader.dark, blank)
+    other = _changed_examples(backbone)
     runs: list[Tensor] = []
     with backbone.probing() as exact:
         try:
             if layout != "padded":
-                for examples in (probed, other_tokens):
+                for examples in (probed, other.tokens):
                     runs.append(output(backbone.arranged(examples, layout, one_row=True)))
             expected = output(backbone.arranged(probed, "padded")).double()
-            if other_image and _same(output(backbone.arranged(other_image, "padded")), expected):
+            if other.image and _same(output(backbone.arranged(other.image, "padded")), expected):
                 return _BLIND
-            moved = output(backbone.arranged(other_prompts, "padded")).double()
+            moved = output(backbone.arranged(other.prompts, "padded")).double()
         except REFUSALS as error:  # the model does not support such input
             log.info("%s refuses %s rows: %s", type(backbone.plain).__name__, layout, error)
             return str(error)
     exact = exact and torch.finfo(backbone.plain.dtype).eps < 1e-5
-
-    def agree(first: Tensor, second: Tensor, tokens: slice | list[int], tolerance: float) -> bool:
-        limit = tolerance * expected[tokens].norm()
-        if not exact:
-            limit = torch.minimum(limit, (moved - expected)[tokens].norm() / 2)
-        return bool((first - second).norm() <= limit)
-
-    same_rows = _SAME_ROWS if exact else _SAME_ROWS_IN_HALVES
-    other_rows = _OTHER_ROWS if exact else _OTHER_ROWS_IN_HALVES
-    # Each prompt's end, read for its two completions. The rounding of experts depends on how many
-    # tokens they get.
-    first, second = expected[[0, 7]], expected[[4, 10]]
-    if (
-        backbone.read == "before"
-        and not first.isnan().any()
-        and not agree(first, second, [0, 7], same_rows)
-    ):
+    rounding = _Rounding(expected, moved, exact)
+    if backbone.read == "before" and _looks_ahead(expected, rounding):
         return _LOOKS_AHEAD
     if not runs:
         return None
     before, after = (run.double() for run in runs)
     # the second completion of the first example: its prompt is the same in both
     untouched = slice(4, 7)
-    kept_apart = agree(before[untouched], after[untouched], untouched, same_rows)
-    as_padded = agree(before, expected, slice(None), other_rows)
+    kept_apart = rounding.explains(before[untouched], after[untouched], untouched, same_rows=True)
+    as_padded = rounding.explains(before, expected, slice(None), same_rows=False)
     return None if kept_apart and as_padded else "sequences see each other"
+
+
+def _looks_ahead(expected: Tensor, rounding: _Rounding) -> bool:
+    """Whether a prompt's end, read before its two completions, depends on which one follows."""
+    # The rounding of experts depends on how many tokens they get, so the two may differ by it.
+    first = expected[[0, 7]]
+    second = expected[[4, 10]]
+    if first.isnan().any():
+        return False
+    return not rounding.explains(first, second, [0, 7], same_rows=True)

@@ -206,12 +206,9 @@ def train_policy(
     ref_at_start = reference if kl_in_reward or config.epochs_per_rollout > 1 else None
     # Masks that compare all tokens of a rollout do so under the policy that begins it.
     masked_at_start = needs_start(config, losses)
+    advantages_read_old = bool(at_start) or (kl_in_reward and reference is not None)
     old_needed = (
-        run.model.has_values
-        or masked_at_start
-        or bool(at_start)
-        or _is_read_later(config)
-        or (kl_in_reward and reference is not None)
+        run.model.has_values or masked_at_start or advantages_read_old or _is_read_later(config)
     )
 
     def measure(batch: Batch) -> dict[str, Tensor]:
@@ -242,16 +239,28 @@ def train_policy(
     forward = policy_tensors(
         reference=ref_logp, outputs=outputs_for(losses), temperature=config.temperature
     )
-    logged = {}
-    for name, term in losses.items():
-        logged[name] = replace(term, further=partial(clip_extremes, unit=term.unit))
-    logged |= {"sampling/logp_difference": Term(mismatch.measure, 0.0), **ENTROPY}
-    if config.masks:
-        logged["kept"] = Term(_kept, 0.0)
-    if reference is not None and "kl" not in logged:
-        logged["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
+    logged = _with_metrics(config, losses, mismatch, has_reference=reference is not None)
     read = partial(rollout_tensors, forward, config)
     return run.train(logged, read, feed, save=save)
+
+
+def _with_metrics(
+    config: PolicyGradientConfig,
+    losses: Mapping[str, Term],
+    mismatch: "SamplerMismatch",
+    *,
+    has_reference: bool,
+) -> dict[str, Term]:
+    """The losses, and terms of coefficient 0 that are only logged."""
+    terms = {}
+    for name, term in losses.items():
+        terms[name] = replace(term, further=partial(clip_extremes, unit=term.unit))
+    terms |= {"sampling/logp_difference": Term(mismatch.measure, 0.0), **ENTROPY}
+    if config.masks:
+        terms["kept"] = Term(_kept, 0.0)
+    if has_reference and "kl" not in terms:
+        terms["kl"] = Term(partial(kl_estimate, kind=config.kl or "k3"), 0.0)
+    return terms
 
 
 def clip_extremes(stats: Stats, batch: Batch, *, unit: str) -> Stats:

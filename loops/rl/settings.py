@@ -304,6 +304,11 @@ class OnlineConfig(Referenced, SamplingConfig):
         yield from self.sampling_contradictions()
         if self.streaming:
             yield "streaming: this recipe samples completions for prompts, all of which it reads beforehand"
+        yield from self._evaluation_contradictions()
+        yield from self._rollout_contradictions()
+        yield from self._reward_contradictions()
+
+    def _evaluation_contradictions(self) -> Iterator[str]:
         if self.eval_samples > 1 and self.eval_temperature == 0:
             yield (
                 f"eval_samples: at eval_temperature 0 all {self.eval_samples} completions of a prompt are the same; "
@@ -313,6 +318,8 @@ class OnlineConfig(Referenced, SamplingConfig):
             yield "eval_samples: there are no prompts to sample for; set eval_data, or leave it out"
         if self.source != "policy" and 0 < self.eval_temperature < 0.01:
             yield f"eval_temperature: vLLM samples at 0, or at 0.01 or above, got {self.eval_temperature:g}"
+
+    def _rollout_contradictions(self) -> Iterator[str]:
         most = (self.max_staleness + 1) * self.prompts_per_rollout
         if self.in_flight is not None and not self.prompts_per_rollout <= self.in_flight <= most:
             yield (
@@ -324,6 +331,8 @@ class OnlineConfig(Referenced, SamplingConfig):
                 f"minibatches: the {self.prompts_per_rollout} prompts of a rollout can't be shared by "
                 f"{self.minibatches} steps; raise prompts_per_rollout, or lower minibatches"
             )
+
+    def _reward_contradictions(self) -> Iterator[str]:
         if self.environment is not None and self.agent is not None:
             yield "agent: a conversation is with an environment or with an agent; leave one of them out"
         if self.agent is None and self.agent_host != OnlineConfig.agent_host:

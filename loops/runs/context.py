@@ -368,13 +368,10 @@ def open_run(
     reader, no_images = _open_images(config, tokenizer, no_images)
     encoder = tokenizer if reader is None or no_images else reader
 
-    # The main process first: what it tokenizes, the others find in the cache on the disk.
     def encoded(parts: list[Records]) -> tuple[Dataset, Accounting]:
-        data, accounting = main_first(
-            accelerator, lambda: encode(parts, encoder, tokenization(config), **options)
+        return _encoded(
+            accelerator, partial(encode, parts, encoder, tokenization(config), **options)
         )
-        accelerator.print(hide(str(accounting)))
-        return data, accounting
 
     stream = None
     if config.streaming:
@@ -392,8 +389,8 @@ def open_run(
     if records[1]:
         eval_data, eval_accounting = encoded(records[1])
     # Of a stream, nobody knows whether later rows have images.
-    seen = stream is not None or _has_images(accounting) or _has_images(eval_accounting)
-    sees = encoder is reader and seen
+    may_have_images = stream is not None or _has_images(accounting) or _has_images(eval_accounting)
+    sees = encoder is reader and may_have_images
     if sees:
         _check_images(config)
     load = load_weights or load_model
@@ -413,11 +410,29 @@ def open_run(
         description,
         encoded,
     )
-    chosen = [] if config.eos_token is None else [tokenizer.eos_token_id]
     run.accounting = accounting
     run.eval_accounting = eval_accounting
-    run.end_with({*chosen, *accounting.end_tokens})
+    run.end_with(_end_tokens(config, tokenizer, accounting))
     return run
+
+
+def _encoded(
+    accelerator: Accelerator, encode: Callable[[], tuple[Dataset, Accounting]]
+) -> tuple[Dataset, Accounting]:
+    """Encoded rows; the main process encodes them first, and the others find them in its cache."""
+    data, accounting = main_first(accelerator, encode)
+    accelerator.print(hide(str(accounting)))
+    return data, accounting
+
+
+def _end_tokens(
+    config: Common, tokenizer: PreTrainedTokenizerBase, accounting: Accounting
+) -> set[int]:
+    """The tokens that end an answer in the data, and the one that is configured to."""
+    ends = set(accounting.end_tokens)
+    if config.eos_token is not None:
+        ends.add(tokenizer.eos_token_id)
+    return ends
 
 
 def _has_images(accounting: Accounting | None) -> bool:
