@@ -95,11 +95,9 @@ def open_scheduler(
             "stop: no end token; name one that the tokenizer has, such as --eos_token '<|im_end|>'"
         )
     run.end_with(stop)
-    accelerator, by_policy, sharded = (
-        run.accelerator,
-        config.source == "policy",
-        is_sharded(run.model),
-    )
+    accelerator = run.accelerator
+    by_policy = config.source == "policy"
+    sharded = is_sharded(run.model)
     read = adapter_weights if config.vllm.updates == "adapters" else named_weights
     weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))
     local = open_local(run, detached=config.max_staleness > 0) if by_policy else None
@@ -138,15 +136,25 @@ def open_scheduler(
 
 
 def check_context_length(run: RunContext[Policy], source: RolloutSource | None) -> None:
-    max_tokens, context = run.config.max_tokens, getattr(source, "context", None)
+    """Raise ValueError, naming the row, if a prompt and ``max_tokens`` exceed the source's context."""
+    max_tokens = run.config.max_tokens
+    context = getattr(source, "context", None)
+    if context is None:
+        return  # no limit is known
     for parts, data in ((run.records, run.data), (run.eval_records, run.eval_data)):
-        if context is None or data is None or not ("row" in data.column_names or data is run.data):
-            continue  # no limit is known, or no completions are sampled for its prompts
+        if data is None:
+            continue
+        of_prompts = "row" in data.column_names  # or of demonstrations, which `distill` completes
+        if data is not run.data and not of_prompts:
+            continue  # no completions are sampled for held-out demonstrations
         for i, prompt in enumerate(data["prompt"]):
             if len(prompt) + max_tokens > context:
-                place, limit = f"{parts[0].source}, example {i + 1}", "max_length"
-                if "row" in data.column_names:
-                    place, limit = where(parts, data[i]["row"]), "max_prompt_length"
+                if of_prompts:
+                    place = where(parts, data[i]["row"])
+                    limit = "max_prompt_length"
+                else:
+                    place = f"{parts[0].source}, example {i + 1}"
+                    limit = "max_length"
                 raise ValueError(
                     f"{place}: a prompt of {len(prompt)} tokens and max_tokens={max_tokens} do not fit the "
                     f"model's context of {context}; lower max_tokens, cut prompts ({limit}, truncation), or remove the "
@@ -177,38 +185,42 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
         sleep = torch.cuda.is_available()  # the trainer needs the memory
         engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **options)
         return VLLMEngine(engine, directory=config.vllm.directory, **known)
-    known |= {"dtype": dtype} | {
-        name: getattr(config.vllm, name) for name in ("patience", "timeout", "concurrency")
-    }
+    known["dtype"] = dtype
+    known["patience"] = config.vllm.patience
+    known["timeout"] = config.vllm.timeout
+    known["concurrency"] = config.vllm.concurrency
     updates = open_updates(run)
-    if urls := config.vllm.urls:
-        key = config.vllm.api_key
-        servers = [VLLMServer(urls[0], updates=updates, key=key, **known)]
-        for url in urls[1:]:
-            # files are written once for all of them
-            own = updates if isinstance(updates, Files) else open_updates(run)
-            servers.append(VLLMServer(url, updates=own, key=key, **known))
+    servers: list[VLLMServer] = []
+    if config.vllm.urls:
+        for url in config.vllm.urls:
+            own = updates if not servers else _further_updates(run, updates)
+            servers.append(VLLMServer(url, updates=own, key=config.vllm.api_key, **known))
         return VLLMServers(servers) if len(servers) > 1 else servers[0]
     processes = _start_servers(run, config, updates.flags, flags_of(options))
     try:
-        servers = []
         for process in processes:
-            own = updates if isinstance(updates, Files) or not servers else open_updates(run)
-            servers.append(
-                VLLMServer(
-                    process.url,
-                    updates=own,
-                    key=process.key,
-                    revive=process.revive,
-                    end=process.close,
-                    **known,
-                )
+            own = updates if not servers else _further_updates(run, updates)
+            server = VLLMServer(
+                process.url,
+                updates=own,
+                key=process.key,
+                revive=process.revive,
+                end=process.close,
+                **known,
             )
+            servers.append(server)
     except BaseException:
         for process in processes:
             process.close()
         raise
     return VLLMServers(servers) if len(servers) > 1 else servers[0]
+
+
+def _further_updates(
+    run: RunContext[Policy], first: Files | Nccl | Adapters
+) -> Files | Nccl | Adapters:
+    """The updates of a further server: files are written once for all, anything else anew."""
+    return first if isinstance(first, Files) else open_updates(run)
 
 
 def _start_servers(
