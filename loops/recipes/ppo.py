@@ -206,17 +206,18 @@ def turn_rewards(rollout: RolloutBuffer) -> Tensor:
     weight = float(rollout.scores.weight[names.index(ENVIRONMENT)])
     counts = torch.bincount(rollout.context, minlength=len(rollout.contexts))
     begins = (counts.cumsum(0) - counts).tolist()
-    previous = -1
+    first_contexts: dict[int, int] = {}  # by completion; turns are those of the first context
     for i, completion in enumerate(rollout.completion_of.tolist()):
-        is_first = completion != previous  # turns are those of the first context
-        previous = completion
-        if not is_first or not any(rollout.trained[i]):
+        first_contexts.setdefault(completion, i)
+    for completion, i in first_contexts.items():
+        trained = rollout.trained[i]
+        if not any(trained):
             continue
         info = rollout.samples[completion].info
         turns = zip(info.get("turn_rewards", ()), info.get("turn_ends", ()), strict=False)
         for turn_reward, end in list(turns)[:-1]:
-            drawn = sum(rollout.trained[i][:end])
             if isinstance(turn_reward, float):  # not None, of a turn without a reward
+                drawn = sum(trained[:end])
                 paid[begins[i] + drawn - 1] = weight * turn_reward
     return paid
 

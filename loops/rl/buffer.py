@@ -84,18 +84,12 @@ class RolloutBuffer:
         self.scores: RewardTable = score([], self.samples)
         # a plain dict: checkpoints are read without running code
         self.columns: dict[str, Tensor] = {}
-        if version is None:
-            versions = chain.from_iterable(sample.versions for sample in self.samples)
-            version = max(versions, default=0)
-        self.version = version
+        self.version = _newest(self.samples) if version is None else version
         logprobs: list[float] = []
         ages: list[int] = []
         for context in self.contexts:
-            age = [0] * len(context.tokens)
-            for span in context.spans:
-                age[span.start : span.end] = [version - span.version] * (span.end - span.start)
             logprobs += compress(context.logprobs, context.trained)
-            ages += compress(age, context.trained)
+            ages += compress(_ages(context, self.version), context.trained)
         self["sampled_logp"] = torch.tensor(logprobs, dtype=dtype)
         self["age"] = torch.tensor(ages, dtype=dtype)
         untrained = ("aborted", "length") if mask_truncated else ("aborted",)
@@ -276,3 +270,16 @@ class RolloutBuffer:
         prompt = len(self.contexts[contexts[0]].prompt)
         tokens = sum(len(self.contexts[i].tokens) for i in contexts)
         return prompt * (1 if layout == "shared" else len(contexts)) + tokens
+
+
+def _newest(samples: Sequence[Sample]) -> int:
+    """The newest version of the weights that any of the samples was drawn from."""
+    return max(chain.from_iterable(sample.versions for sample in samples), default=0)
+
+
+def _ages(context: Context, version: int) -> list[int]:
+    """How many versions each token is behind this one; 0 where none is known, of a given token."""
+    ages = [0] * len(context.tokens)
+    for span in context.spans:
+        ages[span.start : span.end] = [version - span.version] * (span.end - span.start)
+    return ages

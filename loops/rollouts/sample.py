@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-if (
-    TYPE_CHECKING
-):  # settings name rewards, which name samples: `translate` and `--help` take no second
+# Not at run time: settings name rewards, which name samples, and to import the data would cost
+# `translate` and `--help` a second.
+if TYPE_CHECKING:
     from ...data.images import ImageRef
 
 Row = Mapping[str, Any]  # of a data set, as reward functions and environments receive it
@@ -75,9 +75,7 @@ class SamplingParams:
             raise ValueError(
                 f"repetition_penalty: must be > 0, where 1 is none, got {self.repetition_penalty}"
             )
-        if isinstance(self.stop_words, str) or not all(
-            isinstance(word, str) and word for word in self.stop_words
-        ):
+        if not _are_words(self.stop_words):
             raise ValueError(
                 f"stop_words: wanted texts that are not empty, got {self.stop_words!r}"
             )
@@ -97,6 +95,13 @@ class SamplingParams:
         temperature.
         """
         return self.truncated or self.repetition_penalty != 1
+
+
+def _are_words(words: Sequence[object]) -> bool:
+    """True for texts that are not empty; one text alone is none of several."""
+    if isinstance(words, str):
+        return False
+    return all(isinstance(word, str) and word for word in words)
 
 
 @dataclass(frozen=True)
@@ -358,13 +363,12 @@ def to_record(sample: Sample) -> Record:
     """The fields of a sample as checkpoints and ``samples.jsonl`` hold them: spans are [[version,
     start, end], ...], and further contexts mappings of their fields.
     """
-    return {name: getattr(sample, name) for name in FIELDS} | {
-        "spans": [list(span) for span in sample.spans],
-        "further": [
-            vars(context) | {"spans": [list(span) for span in context.spans]}
-            for context in sample.further
-        ],
-    }
+    record = {name: getattr(sample, name) for name in FIELDS}
+    record["spans"] = _plain_spans(sample)
+    record["further"] = [
+        {**vars(context), "spans": _plain_spans(context)} for context in sample.further
+    ]
+    return record
 
 
 def from_record(record: Record) -> Sample:
@@ -388,6 +392,10 @@ def _refuse_other_fields(what: str, record: Record, names: Sequence[str]) -> Non
         raise ValueError(
             f"{what}: wanted the fields {', '.join(names)}; missing or unknown: {', '.join(odd)}"
         )
+
+
+def _plain_spans(drawn: Sample | Context) -> list[list[int]]:
+    return [list(span) for span in drawn.spans]
 
 
 def _spans(record: Record) -> list[VersionSpan]:

@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data import (
     Accounting,
@@ -326,29 +326,41 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
         DataError: if it has other tokens than the student, or makes other pixels of images.
     """
     assert config.model is not None
-    student, model = context.config, config.model
-    if not isinstance(model, str):
-        if {*model.parameters()} & {*context.model.parameters()}:
-            raise DataError(
-                "teacher.model: it has weights of the student, which training changes; give a copy of it"
-            )
-        embeddings: Any = model.get_input_embeddings()
-        if (size := embeddings.num_embeddings) < len(context.tokenizer):
-            raise DataError(
-                f"teacher.model: {size} embeddings, and the tokenizer has {len(context.tokenizer)} tokens; "
-                "give a teacher with the same tokenizer"
-            )
+    model = config.model
+    if isinstance(model, str):
+        model = _read_teacher(context, model)
     else:
-        named = as_setting_error(f"teacher.model: {model}")
-        tokenizer = named(AutoTokenizer.from_pretrained)(model)
-        check_same_vocabulary(context.tokenizer, tokenizer)
-        architecture = named(AutoConfig.from_pretrained)(model)
-        images = context.model.images
-        if images is not None:
-            settings = replace(student, model=model, model_revision=None, tokenizer=None)
-            check_same_processor("teacher.model", images.reader, load_images(settings, tokenizer))
-        with left_in_files(student.parallel.copy_size > 1):
-            model = named(read_model)(
-                language_model_class(architecture), model, dtype=getattr(torch, student.dtype)
-            )
-    return frozen_policy_like(context.model, model, student)
+        _check_given_teacher(context, model)
+    return frozen_policy_like(context.model, model, context.config)
+
+
+def _check_given_teacher(context: RunContext[Policy], model: PreTrainedModel) -> None:
+    """Raise DataError if a model passed as an object shares weights, or lacks tokens."""
+    if {*model.parameters()} & {*context.model.parameters()}:
+        raise DataError(
+            "teacher.model: it has weights of the student, which training changes; give a copy of it"
+        )
+    embeddings: Any = model.get_input_embeddings()
+    size = embeddings.num_embeddings
+    if size < len(context.tokenizer):
+        raise DataError(
+            f"teacher.model: {size} embeddings, and the tokenizer has {len(context.tokenizer)} tokens; "
+            "give a teacher with the same tokenizer"
+        )
+
+
+def _read_teacher(context: RunContext[Policy], name: str) -> Any:
+    """Read a teacher by its name, after its tokenizer and processor were compared."""
+    student = context.config
+    named = as_setting_error(f"teacher.model: {name}")
+    tokenizer = named(AutoTokenizer.from_pretrained)(name)
+    check_same_vocabulary(context.tokenizer, tokenizer)
+    architecture = named(AutoConfig.from_pretrained)(name)
+    images = context.model.images
+    if images is not None:
+        settings = replace(student, model=name, model_revision=None, tokenizer=None)
+        check_same_processor("teacher.model", images.reader, load_images(settings, tokenizer))
+    with left_in_files(student.parallel.copy_size > 1):
+        return named(read_model)(
+            language_model_class(architecture), name, dtype=getattr(torch, student.dtype)
+        )
