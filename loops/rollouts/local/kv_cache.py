@@ -16,7 +16,7 @@ StaticBatch        sequences of one prompt at a time, with the cache that the mo
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,20 @@ from .decode import DecodeSequence, ModelRunner
 
 _STEP = 64  # columns added at once
 READ = 8192  # tokens of context read at once
+
+
+class _Text(NamedTuple):
+    """A text that is read once.
+
+    Attributes:
+        ids: token ids.
+        images: that it shows.
+        rows: how many sequences begin with it.
+    """
+
+    ids: list[int]
+    images: tuple[ImageRef, ...]
+    rows: int
 
 
 class ContinuousBatch(Cache):
@@ -92,27 +106,29 @@ class ContinuousBatch(Cache):
         """
         self.sequences += sequences
         self.longest = max(sequence.max_length for sequence in self.sequences)
-        alike = [list(same) for _, same in groupby(sequences, key=_read_first)]
-        unread = [(_text_of(same[0]), same[0].request.images, len(same)) for same in alike]
+        unread = []
+        for _, group in groupby(sequences, key=_read_first):
+            same = list(group)
+            unread.append(_Text(_text_of(same[0]), same[0].request.images, len(same)))
         states = []
         while unread:
-            most = max(1, READ // max(len(text) for text, *_ in unread))
+            most = max(1, READ // max(len(text.ids) for text in unread))
             states.append(self._read(unread[:most]))
             unread = unread[most:]
         return torch.cat(states)
 
-    def _read(self, texts: Sequence[tuple[list[int], tuple[ImageRef, ...], int]]) -> Tensor:
-        """Read texts and their images, each for so many rows, and store their keys and values.
+    def _read(self, texts: Sequence[_Text]) -> Tensor:
+        """Read texts and their images, and store their keys and values.
 
         Returns the last states of the rows.
         """
         inputs, beyond = self.runner.inputs(
-            [text for text, _, _ in texts], [images for _, images, _ in texts]
+            [text.ids for text in texts], [text.images for text in texts]
         )
-        lengths = [
-            (len(text), count, past) for (text, _, count), past in zip(texts, beyond, strict=True)
-        ]
-        length, copies, past = torch.tensor(lengths, device=self.length.device).T
+        lengths = [len(text.ids) for text in texts]
+        rows = [text.rows for text in texts]
+        # in one tensor: a GPU is waited for once
+        length, copies, past = torch.tensor([lengths, rows, beyond], device=self.length.device)
         cache = DynamicCache()
         last, _ = self.runner.states(length - 1, cache=cache, use_cache=True, **inputs)
         first_row = len(self.length)
@@ -124,10 +140,11 @@ class ContinuousBatch(Cache):
             self.stores = [self._empty_store(each) for each in new]
         self._reserve(int(self.length.max()) + 1)
         row = first_row
-        for i, (text, _, count) in enumerate(texts):
+        for i, text in enumerate(texts):
+            columns = len(text.ids)
             for store, read in zip(self.stores, new, strict=True):
-                store[row : row + count, :, : len(text)] = read[i, :, : len(text)]
-            row += count
+                store[row : row + text.rows, :, :columns] = read[i, :, :columns]
+            row += text.rows
         return last.repeat_interleave(copies, dim=0)
 
     def _empty_store(self, like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -136,9 +137,9 @@ def _try_out(batch: DecodeBatch) -> str | None:
         with runner.inference():
             sequences = _read_script(batch)
             read = [each for of_sequence in sequences for each in of_sequence]
-            texts = [text for text, _, _ in read]
-            shown = [images for _, images, _ in read]
-            states = torch.stack([state for *_, state in read])
+            texts = [each.text for each in read]
+            shown = [each.images for each in read]
+            states = torch.stack([each.state for each in read])
             eps = _rounding(states, runner)
             expected = _plain_states(runner, texts, shown)
             if eps > 1e-5 and isinstance(batch, ContinuousBatch):
@@ -194,8 +195,12 @@ def _script(runner: ModelRunner) -> list[Example]:
     return [images.shown(first, images.reader.blank, after=1), second]
 
 
-# A text, the images that it shows, and the states that follow it.
-_Read = tuple[list[int], tuple[ImageRef, ...], Tensor]
+class _Read(NamedTuple):
+    """A text that was read, the images that it shows, and the state that follows it."""
+
+    text: list[int]
+    images: tuple[ImageRef, ...]
+    state: Tensor
 
 
 def _read_script(batch: DecodeBatch) -> list[list[_Read]]:
@@ -221,7 +226,7 @@ def _read_script(batch: DecodeBatch) -> list[list[_Read]]:
             waiting = waiting[count:]
         for sequence, state in zip(batch.sequences, states, strict=True):
             text = [*sequence.request.prompt, *sequence.tokens]
-            read[sequence].append((text, sequence.request.images, state))
+            read[sequence].append(_Read(text, sequence.request.images, state))
             completions = script[sequence.request.task].completions
             sequence.tokens.append(completions[sequence.index][len(sequence.tokens)])
             if len(sequence.tokens) == (2 if sequence is first else 3):
