@@ -53,12 +53,10 @@ class Rejected(SourceError):
 
 @dataclass
 class _Connections:
-    """Attributes:
-    under_way: calls that use them.
-    """
+    """The connections of one event loop."""
 
     session: aiohttp.ClientSession
-    under_way: int = 0
+    under_way: int = 0  # calls that use them
 
 
 class VLLMClient:
@@ -110,8 +108,13 @@ class VLLMClient:
         if login:
             encoded = base64.b64encode(unquote(login).encode()).decode()
             self._headers["Authorization"] = f"Basic {encoded}"
-        self._timeout, self._patience, self._concurrency = timeout, patience, concurrency
-        self._places, self._least = concurrency or CONCURRENCY, 0  # a completion takes one place
+        self._timeout = timeout
+        self._patience = patience
+        self._concurrency = concurrency
+        # A completion takes one place. Once `hold` was called, a place is a token, and a completion
+        # takes the least, or as many as it is expected to have.
+        self._places = concurrency or CONCURRENCY
+        self._least = 0
         self._gates: WeakKeyDictionary[asyncio.AbstractEventLoop, Gate] = WeakKeyDictionary()
         self._connections: WeakKeyDictionary[asyncio.AbstractEventLoop, _Connections] = (
             WeakKeyDictionary()
@@ -159,7 +162,8 @@ class VLLMClient:
             found = [(model["id"], model["root"]) for model in models]
         except (LookupError, TypeError):
             found = []
-        if not found or not all(isinstance(text, str) for model in found for text in model):
+        names_and_roots = [text for model in found for text in model]
+        if not found or not all(isinstance(text, str) for text in names_and_roots):
             raise SourceError(
                 f"vllm: {self.url}/v1/models: wanted models with id and root, got {shown(models)}"
             )
@@ -186,7 +190,7 @@ class VLLMClient:
             _LARGEST + _PER_TOKEN * body["sampling_params"]["max_tokens"], _LARGEST_COMPLETION
         )
         gate = self._gates.setdefault(asyncio.get_running_loop(), Gate(self._places))
-        size = max(self._least, tokens) if self._least else 1
+        size = max(self._least, tokens) if self._least > 0 else 1
         # those that wait keep the connections open; waiting takes none of their time
         async with self._session(), gate.passed(priority, size):
             return await self._call("/inference/v1/generate", body, self._timeout, largest=largest)

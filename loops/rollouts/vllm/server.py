@@ -8,6 +8,7 @@ source is created, and again after every restart.
 import asyncio
 import base64
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -224,8 +225,11 @@ class VLLMServer:
             WeakKeyDictionary()
         )
         self._calls: set[asyncio.Task[Any]] = set()
-        self._heard, self._late, self._closed = 0.0, False, False
-        self._completions = self._tokens = 0  # that it has completed, and theirs
+        self._heard = 0.0  # since when its patience runs, in seconds of the monotonic clock
+        self._late = False  # whether the last attempt took too long
+        self._closed = False
+        self._completions = 0  # that it has completed
+        self._tokens = 0  # of all of these
         self._reviving: threading.Thread | None = None
         timeout = min(timeout, patience)
         self._client = VLLMClient(
@@ -300,7 +304,7 @@ class VLLMServer:
         """The tokens that a completion is expected to have: as many as others had on average."""
         if self._completions == 0:
             return sampling.max_tokens
-        return min(sampling.max_tokens, -(-self._tokens // self._completions))
+        return min(sampling.max_tokens, math.ceil(self._tokens / self._completions))
 
     async def _known_version(self) -> int | None:
         try:
@@ -381,15 +385,18 @@ class VLLMServer:
                 self._late = True
             else:
                 self._note_heard()  # it refuses, or has ended: wait for it from now on
+            if isinstance(error, Rejected) and error.busy:
+                raise SourceBusy(str(error)) from error
             if isinstance(error, Rejected) and error.may_pass:
-                raise (SourceBusy if error.busy else SourceLost)(str(error)) from error
+                raise SourceLost(str(error)) from error
             raise
         finally:
             call.cancel()
             self._calls.remove(call)
 
     def _note_heard(self) -> None:
-        self._heard, self._late = time.monotonic(), False
+        self._heard = time.monotonic()
+        self._late = False
 
     async def _complete(self, prompt: Mapping[str, Any], request: Request, index: int) -> Sample:
         params = sampling_params(request.sampling, request.seed(index))
@@ -405,8 +412,10 @@ class VLLMServer:
                 )
             except (LookupError, TypeError, ValueError) as error:
                 known = " or ".join(self._versions)
-                raise SourceError(f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM "
-                                  f"{known}? It says {shown(response)}") from error  # fmt: skip
+                raise SourceError(
+                    f"vllm: its answer is not understood ({error!r}); is {self._client.url} vLLM {known}? It says "
+                    f"{shown(response)}"
+                ) from error
             if request.images:
                 check_prompt(request, response.get("prompt_token_ids"))
             spans = self.updates.spans(answer.labels, model)
@@ -477,24 +486,28 @@ class VLLMServers:
                 self._under_way[server] -= 1
 
     async def _server_of(self, completion: _Completion) -> VLLMServer:
-        while (server := self._home.get(completion)) not in (self._ready or self.servers):
+        """The server that this completion was dealt to, unless that was lost; or else a new one."""
+        while True:
+            server = self._home.get(completion)
+            if server is not None and server in (self._ready or self.servers):
+                return server
             self._undealt.add(completion)
             await asyncio.sleep(0)  # for the others that are asked for at the same time
             if completion in self._undealt:
                 self._deal()
-        assert server is not None
-        return server
 
     def _deal(self) -> None:
         """Give each completion a server, so that all will have as many under way, or one more."""
         servers = self._ready or self.servers
         under_way = Counter({server: self._under_way[server] for server in servers})
-        share = -(-(under_way.total() + len(self._undealt)) // len(servers))
-        server, prompt = servers[0], None
+        share = math.ceil((under_way.total() + len(self._undealt)) / len(servers))
+        server = servers[0]
+        last_prompt = None
         for completion in sorted(self._undealt):
-            if completion[:2] != prompt or under_way[server] >= share:
+            prompt = completion[:2]  # key and task: its prefix is in the cache of one server
+            if prompt != last_prompt or under_way[server] >= share:
                 server = min(servers, key=under_way.__getitem__)
-                prompt = completion[:2]
+                last_prompt = prompt
             self._home[completion] = server
             under_way[server] += 1
         self._undealt.clear()
@@ -517,17 +530,22 @@ class VLLMServers:
         try:
             done, late = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
             if up and late:  # one that dies just now may be long in coming back
-                done |= (await asyncio.wait(late, timeout=_STRAGGLER))[0]
+                answered, _ = await asyncio.wait(late, timeout=_STRAGGLER)
+                done |= answered
         finally:
             for task in asked:
                 task.cancel()
+        failed: dict[VLLMServer, BaseException] = {}
+        current: list[VLLMServer] = []  # with the weights that were published last
+        for task in done:
+            error = task.exception()
+            if error is not None:
+                failed[asked[task]] = error
+            elif task.result() == self._version:
+                current.append(asked[task])
         self._ready = [asked[task] for task in done]
-        self._drop({asked[task]: error for task in done if (error := task.exception()) is not None})
-        self._ready = [
-            asked[task]
-            for task in done
-            if asked[task] in self._ready and task.result() == self._version
-        ]
+        self._drop(failed)
+        self._ready = current
         return self._version if self._ready else None
 
     async def close(self) -> None:
@@ -555,5 +573,7 @@ def _read(auto: Any, model: str, what: str) -> Any:
     try:
         return auto.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise SourceError(f"vllm: the {what} of the server's model, {model}, can't be read here ({error}); "
-                          f"pass {what}=, that of the trained model") from error  # fmt: skip
+        raise SourceError(
+            f"vllm: the {what} of the server's model, {model}, can't be read here ({error}); pass {what}=, that of "
+            "the trained model"
+        ) from error
