@@ -54,8 +54,10 @@ def start_engine(
         import vllm
         from vllm.config import WeightTransferConfig
     except ImportError as error:
-        raise SourceError("vllm: it is not installed in this environment; pip install 'burnish[vllm]', or "
-                          "use a server in another one with VLLMServer") from error  # fmt: skip
+        raise SourceError(
+            "vllm: it is not installed in this environment; pip install 'burnish[vllm]', or use a server in another "
+            "one with VLLMServer"
+        ) from error
     remedy = "here, or set source to vllm and --vllm.python to the interpreter of an environment that has it"
     check_version("the one that is installed", vllm.__version__, VERSIONS, remedy)
     plugin.register()

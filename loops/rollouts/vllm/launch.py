@@ -297,7 +297,8 @@ def refuse_unsafe(options: Iterable[str]) -> None:
         options: vLLM's names of them, with underscores or hyphens.
     """
     for name in options:
-        if reason := UNSAFE.get(name.replace("-", "_")):
+        reason = UNSAFE.get(name.replace("-", "_"))
+        if reason is not None:
             raise ValueError(f"vllm.options: {name}: {reason}")
 
 

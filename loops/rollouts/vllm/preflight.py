@@ -37,55 +37,60 @@ async def check_server(
         SourceError: names the flag that is missing.
     """
 
-    def restart(why: str, flags: str) -> SourceError:
-        return SourceError(f"vllm: the server at {vllm.url} {why}; restart it with {flags}")
-
     remedy = "in its environment, or in another one that --vllm.python names (from Python, versions= lets you try it)"
     check_version(vllm.url, await vllm.get("/version", "version", str), versions, remedy)
     try:
         config = await vllm.config()
         await vllm.weight_version()
     except Rejected as error:
-        raise restart(
-            "can't be told to take new weights", "VLLM_SERVER_DEV_MODE=1 in its environment"
-        ) from error
+        why = "can't be told to take new weights"
+        raise _restart(vllm, why, "VLLM_SERVER_DEV_MODE=1 in its environment") from error
     # a trainer has died while it was updating the weights
     if await vllm.get("/is_paused", "is_paused", bool):
         await undo_update(vllm)
         await vllm.resume()
-    logprobs = described(config, "model_config", "logprobs_mode", kind=str)
-    precision = described(config, "model_config", "dtype", kind=str).removeprefix("torch.")
-    quantization = config["model_config"].get("quantization")
-    context: int = described(config, "model_config", "max_model_len", kind=int)
-    if logprobs != "processed_logprobs":
-        raise restart(f"gives {logprobs}, not those of the distribution that is drawn from",
-                      "--logprobs-mode processed_logprobs")  # fmt: skip
-    if dtype is not None and precision != dtype:
-        raise restart(f"computes in {precision}, the trainer in {dtype}", f"--dtype {dtype}")
-    if quantization is not None:
-        raise restart(
-            f"is quantized ({shown(quantization)}), and the trainer's weights are not",
-            "a plain model",
-        )
-    if (misfit := updates.misfit(config)) is not None:
-        raise restart(*misfit)
-    if not updates.merged and "/v1/load_lora_adapter" not in await vllm.get(
-        "/openapi.json", "paths", dict
-    ):
-        raise restart(
-            "can't be told to load adapters",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment",
-        )
+    context = _check_settings(vllm, config, dtype)
+    misfit = updates.misfit(config)
+    if misfit is not None:
+        raise _restart(vllm, *misfit)
+    if not updates.merged:
+        paths = await vllm.get("/openapi.json", "paths", dict)
+        if "/v1/load_lora_adapter" not in paths:
+            why = "can't be told to load adapters"
+            raise _restart(vllm, why, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment")
     try:
         await vllm.try_token(0)
     except Rejected as error:
         if error.status not in (403, 404):
             raise
-        raise restart("does not take token ids", "--enable-scale-out") from error
-    if (held := room(config)) is not None:
+        raise _restart(vllm, "does not take token ids", "--enable-scale-out") from error
+    held = room(config)
+    if held is not None:
         vllm.hold(*held)
     _, root = (await vllm.models())[0]
     return context, root
+
+
+def _restart(vllm: VLLMClient, why: str, flags: str) -> SourceError:
+    return SourceError(f"vllm: the server at {vllm.url} {why}; restart it with {flags}")
+
+
+def _check_settings(vllm: VLLMClient, config: Any, dtype: str | None) -> int:
+    """Check that log-probs will be the trainer's, and return the context length."""
+    logprobs = described(config, "model_config", "logprobs_mode", kind=str)
+    precision = described(config, "model_config", "dtype", kind=str).removeprefix("torch.")
+    quantization = config["model_config"].get("quantization")
+    context: int = described(config, "model_config", "max_model_len", kind=int)
+    if logprobs != "processed_logprobs":
+        why = f"gives {logprobs}, not those of the distribution that is drawn from"
+        raise _restart(vllm, why, "--logprobs-mode processed_logprobs")
+    if dtype is not None and precision != dtype:
+        why = f"computes in {precision}, the trainer in {dtype}"
+        raise _restart(vllm, why, f"--dtype {dtype}")
+    if quantization is not None:
+        why = f"is quantized ({shown(quantization)}), and the trainer's weights are not"
+        raise _restart(vllm, why, "a plain model")
+    return context
 
 
 def check_version(who: str, version: str, versions: tuple[str, ...], remedy: str) -> None:
@@ -128,8 +133,10 @@ async def check_model(
     served |= served.get("text_config", {})  # of a vision-language model
     for name in _SHAPE:
         if name in served and served[name] != getattr(config, name, served[name]):
-            raise SourceError(f"vllm: the server has {model} with {name}={served[name]}, the trainer's model "
-                              f"has {getattr(config, name)}; start it with the same model")  # fmt: skip
+            raise SourceError(
+                f"vllm: the server has {model} with {name}={served[name]}, the trainer's model has "
+                f"{getattr(config, name)}; start it with the same model"
+            )
     for token, size in ((vocab - 1, "smaller"), (vocab, "larger")):
         try:
             await vllm.try_token(token)
@@ -139,17 +146,21 @@ async def check_model(
                 raise
             wrong = token < vocab
         if wrong:
-            raise SourceError(f"vllm: the vocabulary of the server's model {model} is {size} than the trainer's, "
-                              f"of {vocab}; start it with the same model")  # fmt: skip
+            raise SourceError(
+                f"vllm: the vocabulary of the server's model {model} is {size} than the trainer's, of {vocab}; start "
+                "it with the same model"
+            )
     text = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = await vllm.post(
         "/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens", list
     )
     if tokens != expected:
-        raise SourceError(f"vllm: the tokenizer of the server's model {model} is another one than the trainer's: "
-                          f"it gives {shown(tokens[:8])}... for {text[:9]!r}..., here it is {expected[:8]}...; "
-                          "start it with the same --tokenizer")  # fmt: skip
+        raise SourceError(
+            f"vllm: the tokenizer of the server's model {model} is another one than the trainer's: it gives "
+            f"{shown(tokens[:8])}... for {text[:9]!r}..., here it is {expected[:8]}...; start it with the same "
+            "--tokenizer"
+        )
 
 
 def parameter_check(config: object) -> Callable[[NamedWeights], NamedWeights]:

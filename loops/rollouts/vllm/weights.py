@@ -183,7 +183,8 @@ class FullWeights:
         """
         spans = []
         for label, start, end in labels:
-            if (version := self._version(label)) is None:
+            version = self._version(label)
+            if version is None:
                 raise SourceLost(
                     f"vllm: it answered from weights {label[:80]!r}, not from published ones"
                 )
@@ -404,8 +405,10 @@ class Adapters:
                 "/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)}
             )
         except Rejected as error:
-            raise SourceError(f"{error}; trainer and server must both see {self.directory}, and the server's "
-                              f"--max-lora-rank be at least {self.config.r}") from error  # fmt: skip
+            raise SourceError(
+                f"{error}; trainer and server must both see {self.directory}, and the server's --max-lora-rank be at "
+                f"least {self.config.r}"
+            ) from error
         self._versions[path.name] = version
         older = [name for name in self._versions if name != path.name]
         unused = [name for name in older if not self._in_use[name]]  # by completions under way
@@ -445,7 +448,8 @@ def _parts(weights: NamedWeights, limit: int) -> Iterator[dict[str, Tensor]]:
     for name, tensor in weights:
         if part and size + tensor.nbytes > limit:
             yield part
-            part, size = {}, 0
+            part = {}
+            size = 0
         part[name] = tensor
         size += tensor.nbytes
     yield part
@@ -459,17 +463,16 @@ def max_lora_rank(adapter: Mapping[str, Any]) -> int:
         ValueError: if there is none, or vLLM can't load such adapters
             (``vllm.lora.peft_helper.PEFTHelper``).
     """
-    init, remedy = (
-        adapter.get("init_lora_weights"),
-        "or set vllm.updates to files, which sends the merged weights",
-    )
+    init = adapter.get("init_lora_weights")
+    remedy = "or set vllm.updates to files, which sends the merged weights"
     refused = {name: adapter.get(name) for name in ("use_dora", "modules_to_save", "lora_bias")}
     refused["bias"] = adapter.get("bias", "none") != "none"
     refused["init_lora_weights"] = str(init).lower().startswith(_CHANGING)
-    for name in (name for name, wrong in refused.items() if wrong):
-        raise ValueError(
-            f"lora.{name}: vLLM can't load adapters with {name}={adapter[name]}; leave it out, {remedy}"
-        )
+    for name, wrong in refused.items():
+        if wrong:
+            raise ValueError(
+                f"lora.{name}: vLLM can't load adapters with {name}={adapter[name]}; leave it out, {remedy}"
+            )
     rank = max(adapter["r"], *(adapter.get("rank_pattern") or {}).values(), 0)
     if rank > _RANKS[-1]:
         raise ValueError(
