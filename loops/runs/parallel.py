@@ -5,7 +5,7 @@ import os
 from accelerate import Accelerator
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..config import Common
+from ..config import Common, Parallel
 
 # Wrappers of Accelerate, by the variable of its launcher. On a CPU it silently ignores them.
 _WRAPPERS = {
@@ -84,19 +84,16 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
         ValueError: if there are fewer ranks than processes, or ``dp_shard_size`` does not divide
             them, or there would be quantized weights in shards.
     """
-    ranks, parallel = accelerator.num_processes, config.parallel
-    shards, split, together, size = (
-        parallel.dp_shard_size,
-        parallel.tp_size,
-        parallel.cp_size,
-        parallel.copy_size,
-    )
-    field = parallel.field
+    ranks = accelerator.num_processes
+    shards = config.parallel.dp_shard_size
+    size = config.parallel.copy_size
+    field = config.parallel.field
     if _started() != ranks:
         raise ValueError(
             f"{_started()} processes were started, and the process group has {ranks}; {_START}"
         )
-    launched, computed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), config.dtype
+    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    computed = config.dtype
     if launched != "no" and _LAUNCHED.get(launched) != computed:
         wanted = _LAUNCHED.get(launched, "bfloat16")
         raise ValueError(
@@ -110,12 +107,25 @@ def check_ranks(config: Common, accelerator: Accelerator) -> None:
             f"start a multiple of {size} (torchrun --nproc_per_node {size})"
         )
     if ranks > 1:
-        copies = "one copy" if size == ranks else f"{ranks // size} copies"
-        each = "each " if size < ranks else ""
-        parts = f"sharded over {shards * together}" if shards * together > 1 else ""
-        parts += (" and " if parts else "") + f"split over {split}" if split > 1 else ""
-        parts += f", rows split over {together}" if together > 1 else ""
-        accelerator.print(f"{ranks} ranks: {copies} of the model{parts and f', {each}{parts}'}")
+        accelerator.print(f"{ranks} ranks: {_described(config.parallel, ranks)}")
+
+
+def _described(parallel: Parallel, ranks: int) -> str:
+    """How many copies of the model these ranks hold, and how each is divided among them."""
+    size = parallel.copy_size
+    copies = "one copy of the model" if size == ranks else f"{ranks // size} copies of the model"
+    divided = []
+    shards = parallel.dp_shard_size * parallel.cp_size
+    if shards > 1:
+        divided.append(f"sharded over {shards}")
+    if parallel.tp_size > 1:
+        divided.append(f"split over {parallel.tp_size}")
+    parts = " and ".join(divided)
+    if parallel.cp_size > 1:
+        parts += f", rows split over {parallel.cp_size}"
+    if not parts:
+        return copies
+    return f"{copies}, each {parts}" if size < ranks else f"{copies}, {parts}"
 
 
 def open_mesh(config: Common, accelerator: Accelerator) -> DeviceMesh | None:

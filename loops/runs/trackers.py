@@ -64,16 +64,16 @@ def flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, bool | i
     """
     levelled: dict[str, bool | int | float | str] = {}
     for key, value in settings.items():
-        name, value = f"{prefix}{key}", vars(value) if is_dataclass(value) else value
+        name = f"{prefix}{key}"
+        if is_dataclass(value):
+            value = vars(value)
         if isinstance(value, Mapping) and value and name != _PRIVATE:
             levelled |= flat(value, f"{name}.")
         elif name != _PRIVATE:
             value = redacted(value, key)
-            levelled[name] = (
-                value
-                if isinstance(value, bool | int | float | str)
-                else json.dumps(value, default=str)
-            )
+            if not isinstance(value, bool | int | float | str):
+                value = json.dumps(value, default=str)
+            levelled[name] = value
     return levelled
 
 
