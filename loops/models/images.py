@@ -54,13 +54,17 @@ class ImageInputs:
         """Examples of small ids, in the ids of words: a special token may stand for an image."""
         largest = max(max(map(max, (e.prompt, *e.completions))) for e in examples)
         words = self._words(largest + 1)
-        return [
-            example._replace(
-                prompt=[words[token] for token in example.prompt],
-                completions=[[words[token] for token in ids] for ids in example.completions],
+
+        def in_words(ids: list[int]) -> list[int]:
+            return [words[token] for token in ids]
+
+        replaced = []
+        for example in examples:
+            completions = [in_words(ids) for ids in example.completions]
+            replaced.append(
+                example._replace(prompt=in_words(example.prompt), completions=completions)
             )
-            for example in examples
-        ]
+        return replaced
 
     def tensors(
         self, shown: Sequence[tuple[ImageRef, ...]], dtype: torch.dtype, device: torch.device | str
@@ -88,12 +92,10 @@ class ImageInputs:
             "input_ids": tokens,
             "mm_token_type_ids": (tokens == self.token).int(),
             "attention_mask": torch.ones_like(tokens),
-            **{
-                name: value
-                for name, value in self.reader.read(images).tensors.items()
-                if name.endswith("_thw")
-            },
         }
+        for name, value in self.reader.read(images).tensors.items():
+            if name.endswith("_thw"):  # the grid of patches of each image
+                given[name] = value
         rule = plain.base_model.get_rope_index
         accepted = inspect.signature(rule).parameters
         positions, _ = rule(**{name: each for name, each in given.items() if name in accepted})

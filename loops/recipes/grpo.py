@@ -179,7 +179,8 @@ def _optimal_token(rollout: RolloutBuffer, kl: Tensor, config: GRPO) -> Tensor:
     """[tokens], by the optimal token baseline."""
     sequence = rollout.sequence
     reward = kl_penalized_reward(rollout.scores.total, kl, sequence, beta=config.beta)
-    logp, squares = rollout["old_logp"].double(), rollout["old_log_sum_squares"].double()
+    logp = rollout["old_logp"].double()
+    squares = rollout["old_log_sum_squares"].double()
     group = rollout.scores.group
     advantage = optimal_token_advantage(reward, logp, squares, sequence, group)
     return whiten(advantage) if variant_of(config)["scale"] == "batch" else advantage

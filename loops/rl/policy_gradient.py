@@ -391,7 +391,9 @@ class SamplerMismatch:
     def __init__(
         self, accelerator: Accelerator, old_logprobs: str | None = None, bound: float = math.inf
     ) -> None:
-        self.accelerator, self.old_logprobs, self.bound = accelerator, old_logprobs, bound
+        self.accelerator = accelerator
+        self.old_logprobs = old_logprobs
+        self.bound = bound
         self.silent = not accelerator.is_main_process
         # Of each micro-batch, float64: N, Σ ρ, Σ ρ², and the largest |log ρ|, ρ and -ρ.
         self.parts: list[Tensor] = []

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 # their entries have types of their own, which columns can't
 _AS_TEXT = ("rewards", "info", "further")
-_SHOWN, _LONGEST = 3, 300  # samples printed per rollout, and characters of one
+_SHOWN = 3  # samples printed per rollout
+_LONGEST = 300  # characters printed of one
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
@@ -160,7 +161,8 @@ def _take_back(path: Path, recorded: Callable[[int], bool]) -> None:
             raise ValueError(f"not a sample: {error}") from error
         return recorded(sample.task)
 
-    if damaged := sift(path, keep):
+    damaged = sift(path, keep)
+    if damaged:
         log.warning(
             "%s: %d of its lines can't be read and are in %s now; the run goes on without them",
             *(path.name, damaged, damaged_of(path).name),

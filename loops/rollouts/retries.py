@@ -108,7 +108,8 @@ class RetryingSource:
     restored: Callable[[float], Awaitable[None]]
 
     def __post_init__(self) -> None:
-        self.overlaps, self.stored = self.source.overlaps, self.source.stored
+        self.overlaps = self.source.overlaps
+        self.stored = self.source.stored
         self.context: int | None = getattr(self.source, "context", None)
         self.vocab: int | None = getattr(self.source, "vocab", None)
         self.retries = 0
@@ -163,7 +164,8 @@ class RetryingSource:
 
         Returns when the source was lost, None if it has only refused.
         """
-        failed, busy = time.monotonic(), isinstance(error, SourceBusy)
+        failed = time.monotonic()
+        busy = isinstance(error, SourceBusy)
         if busy and not self._refused:
             self._refused = True
             log.warning(
@@ -172,9 +174,8 @@ class RetryingSource:
                 error,
             )
         stalled = counts and attempts.failed > 0
-        await attempts.after(
-            error, counts=counts, level=logging.INFO if busy and not stalled else logging.WARNING
-        )
+        level = logging.INFO if busy and not stalled else logging.WARNING
+        await attempts.after(error, counts=counts, level=level)
         self.retries += 1
         return None if busy else failed
 
