@@ -13,9 +13,9 @@ nothing is reduced here. ``stats`` holds the implicit rewards βa and βb, their
 whether it is positive. Shapes that differ and hyper-parameters out of range raise ValueError.
 Objectives without a reference are in `reference_free`.
 
-Sums give more: Cal-DPO (arXiv:2412.14516) is `dpo` with β = 1 + `sppo_hard`, MPO (arXiv:2411.10442)
-is `dpo` + `bco_pair` + nll, TPO (arXiv:2405.16681) is `cpo`, or `simpo`, + nll of a third
-completion.
+Sums give more: Cal-DPO (arXiv:2412.14516) is `dpo` with β = 1 + `sppo_hard`, half of it in the
+authors' code; MPO (arXiv:2411.10442) is `dpo` + `bco_pair` + nll; TPO (arXiv:2405.16681) is `cpo`,
+or `simpo`, + nll of a third completion.
 """
 
 import math

@@ -133,3 +133,53 @@ def test_generalized_jsd_equals_gkd_trainer(beta: float, temperature: float) -> 
     )
     torch.testing.assert_close(ours, theirs.sum(-1), rtol=1e-12, atol=1e-12)
     assert_same(ours.sum(), theirs.sum(), [student, teacher])
+
+
+@pytest.mark.parametrize("teacher_vocabulary", [7, 11, 16])
+def test_uld_equals_the_loss_of_gold_trainer(teacher_vocabulary: int) -> None:
+    """Its ULD: a mean over a completion's aligned tokens, then over completions, of padded rows in
+    which the teacher's tokenizer makes other lengths.
+    """
+    module = pytest.importorskip("trl.experimental.gold.gold_trainer")
+    config = SimpleNamespace(
+        uld_crossentropy_weight=0.0,
+        uld_distillation_weight=0.7,
+        uld_student_temperature=2.0,
+        uld_teacher_temperature=1.5,
+        uld_skip_student_eos=False,
+        uld_skip_teacher_eos=False,
+        use_extended_uld=False,
+        uld_token_merge_strategy="observed",
+    )
+    (logits,) = draws(1, 3, 6, 11, scale=3)
+    (teacher,) = draws(1, 3, 7, teacher_vocabulary, scale=3)
+    starts, sizes, teacher_sizes = [1, 2, 1], [5, 3, 1], [4, 5, 2]
+    labels = torch.full((3, 6), -100)
+    teacher_labels = torch.full((3, 7), -100)
+    for row, start in enumerate(starts):
+        labels[row, start : start + sizes[row]] = 1
+        teacher_labels[row, start : start + teacher_sizes[row]] = 1
+    teacher = teacher.detach()
+    theirs = module.ULDLoss(config)(
+        logits, teacher, labels, teacher_labels, labels.abs(), teacher_labels.abs()
+    )
+    means = []
+    for row, start in enumerate(starts):
+        shared = slice(start, start + min(sizes[row], teacher_sizes[row]))
+        loss, _ = ds.uld(
+            (logits[row, shared] / 2.0).log_softmax(-1),
+            (teacher[row, shared] / 1.5).log_softmax(-1),
+        )
+        means.append(loss.mean())
+    assert_same(0.7 * torch.stack(means).mean(), theirs, [logits])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+def test_generalized_jsd_equals_the_divergence_of_sdft_and_sdpo(alpha: float) -> None:
+    module = pytest.importorskip("trl.experimental.sdft.loss_utils")
+    student, teacher = (logits.log_softmax(-1) for logits in draws(2, 5, 11, scale=8))
+    student, teacher = student.detach().requires_grad_(), teacher.detach()
+    theirs = module.compute_divergence(student, teacher, alpha)
+    ours, _ = ds.generalized_jsd(student, teacher, beta=alpha)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_same(ours.sum(), theirs.sum(), [student])
