@@ -523,12 +523,7 @@ def policy_loss(trl: Translation) -> Fields:
     if kwargs:
         fields["loss_kwargs"] = kwargs
     if {"loss_type", "importance_sampling_level"} & trl.given.keys():
-        if level == "token":
-            fields |= losses[kind]
-        elif kind == "grpo":
-            fields |= levels[level]
-        else:  # the ratio of a completion at each of its tokens, which are weighted as without it
-            fields |= {**losses[kind], "variant": "gspo_token"}
+        fields |= _loss_at_level(kind, level)
     entropy = float(trl["entropy_coef"] or 0)
     if entropy:
         if not _is_clipped(kind) or level != "token":
@@ -536,6 +531,18 @@ def policy_loss(trl: Translation) -> Fields:
         bonus = {"coefficient": entropy, "weighting": "token_mean"}
         fields["loss"] = {"clipped_surrogate": 1.0, "entropy_bonus": bonus}
     return fields
+
+
+def _loss_at_level(kind: str, level: str) -> Fields:
+    """The fields of a loss whose ratios are those of tokens, or of completions."""
+    loss: Fields = table()["policy_losses"][kind]
+    if level == "token":
+        return loss
+    if kind == "grpo":
+        of_level: Fields = table()["importance_sampling_levels"][level]
+        return of_level
+    # the ratio of a completion at each of its tokens, which are weighted as without it
+    return {**loss, "variant": "gspo_token"}
 
 
 def schedule(trl: Translation) -> Fields:
