@@ -114,6 +114,7 @@ class Gate:
         self._places = places
         self._free = places
         self._numbers = count()
+        # A heap: priority, number of arrival, places wanted, and a future that is done with them.
         self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
 
     @asynccontextmanager
@@ -127,6 +128,7 @@ class Gate:
             self._leave(size)
 
     async def _enter(self, priority: int, size: int) -> None:
+        """Take so many places, when it is their turn."""
         if self._free >= size and not self._waiting:
             self._free -= size
             return
@@ -147,6 +149,7 @@ class Gate:
         self._admit()
 
     def _admit(self) -> None:
+        """Give free places to those that wait, in their order."""
         while self._waiting:
             _, _, size, turn = self._waiting[0]
             if turn.done():  # it was given up

@@ -152,22 +152,16 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
                 host,
                 port,
             )
-        self._command = [
-            # `vllm serve` does not start a CPU build
-            *(str(python), "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(model), "--host", host, "--port", str(port), "--dtype", dtype),
-            *("--middleware", burnish_vllm_key.MIDDLEWARE),
-            *(
-                "--logprobs-mode",
-                "processed_logprobs",
-                "--generation-config",
-                "vllm",
-                "--enable-scale-out",
-            ),
-            *(() if has_share else ("--gpu-memory-utilization", str(share))),
-            *update_flags,
-            *flags,
-        ]
+        # `vllm serve` does not start a CPU build
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(model), "--host", host, "--port", str(port), "--dtype", dtype]
+        command += ["--middleware", burnish_vllm_key.MIDDLEWARE]
+        command += ["--logprobs-mode", "processed_logprobs"]
+        command += ["--generation-config", "vllm"]  # the request alone says how tokens are drawn
+        command += ["--enable-scale-out"]  # requests of token ids
+        if not has_share:
+            command += ["--gpu-memory-utilization", str(share)]
+        self._command = [*command, *update_flags, *flags]
         switches = {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -238,22 +232,27 @@ class ServerProcess(contextlib.AbstractContextManager["ServerProcess"]):
                 stderr=log,
                 start_new_session=True,
             )
-        until = time.monotonic() + self._patience
         try:
-            while not self._healthy():
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = process.wait(0.5)
-                    killed = "it was killed, as the kernel does where memory runs out"
-                    why = killed if status == -signal.SIGKILL else f"it ended with status {status}"
-                    raise SourceLost(self._failure(why, before))
-                if time.monotonic() > until:  # one attempt is enough after such patience
-                    raise SourceError(
-                        self._failure(f"not healthy after {self._patience:g} s", before)
-                    )
+            self._wait_until_healthy(process, before)
         except BaseException:
             with self._lock:
                 self._kill()
             raise
+
+    def _wait_until_healthy(self, process: subprocess.Popen[bytes], before: int) -> None:
+        """Raise what `restart` raises, with the first error in the log after its first ``before``
+        bytes, which are of earlier servers.
+        """
+        until = time.monotonic() + self._patience
+        while not self._healthy():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(0.5)
+                why = f"it ended with status {status}"
+                if status == -signal.SIGKILL:
+                    why = "it was killed, as the kernel does where memory runs out"
+                raise SourceLost(self._failure(why, before))
+            if time.monotonic() > until:  # one attempt is enough after such patience
+                raise SourceError(self._failure(f"not healthy after {self._patience:g} s", before))
 
     def _kill(self) -> None:
         if self._process is not None:
@@ -316,7 +315,8 @@ def first_error(log: str) -> tuple[str, str | None] | None:
 
     None where unknown.
     """
-    lines = [match.groups() for line in log.splitlines() if (match := _LINE.match(line))]
+    matches = map(_LINE.match, log.splitlines())
+    lines = [match.groups() for match in matches if match is not None]
     for i, (level, text) in enumerate(lines):
         if _ERROR.match(text) and level in (None, "ERROR", "CRITICAL"):
             following = [line for _, line in lines[i + 1 : i + 6]]
