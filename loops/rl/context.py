@@ -44,6 +44,7 @@ from ..rollouts.source import RolloutSource
 from ..runs.context import RunContext, open_accelerator, open_run
 from ..runs.ranks import from_main
 from ..runs.trackers import log_table
+from .curriculum import Curriculum, resolve_order
 from .distributed import Follower, distributed
 from .settings import OnlineConfig
 from .sources import check_sampling, open_local, open_scheduler
@@ -67,6 +68,7 @@ class RLContext:
         converse: ``converse(source, row=...)`` makes a source of conversations, given the row of
             each task; without an environment it is the source itself.
         order: which prompt of the data each task completes.
+        curriculum: that order, where a function of the user's chooses it.
         images: that the prompt of a task shows.
     """
 
@@ -77,6 +79,7 @@ class RLContext:
     sample_log: Callable[[Sequence[Sample]], None] = lambda samples: None
     converse: Callable[..., RolloutSource] = lambda source, row: source
     order: Callable[[int], int] = lambda task: task
+    curriculum: Curriculum | None = None
     images: Callable[[int], tuple[ImageRef, ...]] = lambda task: ()
 
     def evaluate(self, *, publish: bool = True) -> dict[str, float]:
@@ -182,6 +185,7 @@ def open_rl(
     check_sampling(config)
     make = None if config.environment is None else resolve_environment(config.environment)
     agent = None if config.agent is None else resolve_agent(config.agent)
+    choose = None if config.order is None else resolve_order(config.order)
     accelerator = open_accelerator(config)
     records = load_data(
         resolved_data(config.data), resolved_data(config.eval_data), seed=config.seed
@@ -197,6 +201,16 @@ def open_rl(
         no_images=_objection_to_images(config),
     )
     order = prompt_order(len(run.data), seed=config.seed, shuffle=config.shuffle)
+    curriculum = None
+    if choose is not None:
+        order = curriculum = Curriculum(
+            choose,
+            len(run.data),
+            config.prompts_per_rollout,
+            seed=config.seed,
+            shuffle=config.shuffle,
+            row=lambda number: rows(run.data[number]["row"]),
+        )
     converse: Callable[..., RolloutSource] = RLContext.converse
     if make is not None:
         converse = with_environments(run, make)
@@ -231,6 +245,7 @@ def open_rl(
         sample_log=log,
         converse=converse,
         order=order,
+        curriculum=curriculum,
         images=lambda task: prompt_of(task).images,
     )
 

@@ -189,9 +189,18 @@ class RolloutFeed(StepFeed):
                 "columns": self.rollout.columns,
             }
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"step": self.step, "rollout": kept, "metrics": self.metrics, "scheduler": scheduler}
+        curriculum = self.context.curriculum
+        return {
+            "step": self.step,
+            "rollout": kept,
+            "metrics": self.metrics,
+            "scheduler": scheduler,
+            "order": None if curriculum is None else curriculum.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.context.curriculum is not None:
+            self.context.curriculum.load_state_dict(state["order"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
         self.step = state["step"]
@@ -229,14 +238,17 @@ class RolloutFeed(StepFeed):
         tensors: dict[str, Tensor] = {}
         samples: list[Sample] = []
 
-        def take() -> tuple[list[Sample], dict[str, float]]:
+        def take() -> tuple[list[Sample], dict[str, float], list[int]]:
             groups, metrics = self._take(number)
             samples.extend(chain.from_iterable(groups))
             emptied, of_tokens = to_tensors(samples)
             tensors.update(of_tokens)
-            return emptied, metrics
+            chosen = [] if context.curriculum is None else context.curriculum.unsent()
+            return emptied, metrics, chosen
 
-        emptied, metrics = from_main(accelerator, take, context.follow)
+        emptied, metrics, chosen = from_main(accelerator, take, context.follow)
+        if context.curriculum is not None and not accelerator.is_main_process:
+            context.curriculum.rows += chosen
         received = tensors_from_main(accelerator, tensors)
         return samples or from_tensors(emptied, received), metrics
 
@@ -270,6 +282,8 @@ class RolloutFeed(StepFeed):
                 "nor too hard for this policy, or a larger group_size"
             )
         self.context.sample_log(samples)
+        if self.context.curriculum is not None:
+            self.context.curriculum.observe([*kept, *passed_over], self.context.rewards)
         if not self.dynamic_sampling:
             return kept, {}
         metrics = {

@@ -265,6 +265,10 @@ class OnlineConfig(Referenced, SamplingConfig):
     agent_host: str = "127.0.0.1"
     """Address of this machine at which agents ask; another one than the machine's own opens it to
     the network, where the random key of each conversation alone guards it."""
+    order: str | dict[str, dict[str, Any]] | None = None
+    """Your own module:function of (history) that chooses the rows of the next rollout by the rewards
+    of each so far: a curriculum, or a filter of what is too easy or too hard. Null goes through the
+    data again and again."""
     limits: Limits = field(default_factory=Limits)
     """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0

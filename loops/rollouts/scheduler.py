@@ -595,14 +595,16 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         assert self.version is not None
         for task in islice(self.ledger.untaken(), count):
             if task not in self._groups:
+                prompt, images = self._prompt(task)  # fixed now, where it depends on rewards so far
                 self._begun[task] = _oldest(self._stored.get(task, []), default=self.version)
-                self._groups[task] = asyncio.create_task(self._complete(task))
+                self._groups[task] = asyncio.create_task(self._complete(task, prompt, images))
 
-    async def _complete(self, task: int) -> list[Sample]:
+    async def _complete(
+        self, task: int, prompt: tuple[int, ...], images: tuple[ImageRef, ...]
+    ) -> list[Sample]:
         """The group of a task, sampled and scored, or from a checkpoint."""
         stored = self._stored.pop(task, [])
-        group = stored or await self._sample(task)
-        _, images = self._prompt(task)
+        group = stored or await self._sample(task, prompt, images)
         for sample in group:
             sample.images = images
             if self._row is not None:
@@ -640,11 +642,12 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
             return tuple(prompt.prompt), tuple(prompt.images)
         return tuple(prompt), ()
 
-    async def _sample(self, task: int) -> list[Sample]:
+    async def _sample(
+        self, task: int, prompt: tuple[int, ...], images: tuple[ImageRef, ...]
+    ) -> list[Sample]:
         """The completions of a task, from weights that the trainer has published; the last one is
         the greedy one, if that is wanted.
         """
-        prompt, images = self._prompt(task)
         indices = range(self.group_size)
         request = Request(task, prompt, indices, self.sampling, self.seed, images=images)
         requests = [request]

@@ -13,6 +13,7 @@ from burnish.loops.environments import resolve_environment
 from burnish.loops.own_code import burnish_alone, whose_code
 from burnish.loops.registry import find
 from burnish.loops.rewards import resolve_rewards
+from burnish.loops.rl.curriculum import resolve_order
 from burnish.loops.train.mix import PAIR_LOSSES, parse_losses
 from burnish.loops.train.optimizers import check
 from tiny import save_model, sums, write_rows
@@ -42,12 +43,14 @@ SETTINGS = {
     },
     "environment": lambda name, settings: {"environment": {name: settings}},
     "tool": lambda name, settings: {"environment": {"tools": {"tools": [name]}}},
+    "order": lambda name, settings: {"order": {name: settings}},
     "optimizer": lambda name, settings: {"optimizer": name, "optimizer_kwargs": settings},
     "loss": lambda name, settings: {"loss": {name: settings}},
 }
 RESOLVED = {
     "rewards": resolve_rewards,
     "environment": resolve_environment,
+    "order": resolve_order,
     "loss": lambda loss: parse_losses(loss, {}, PAIR_LOSSES),
 }
 COMMANDS = {

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 from accelerate.state import AcceleratorState
 from burnish.loops.environments import Limits, Step
 from burnish.loops.recipes.grpo import open_grpo
@@ -40,6 +41,12 @@ def unknown(row, sample):
 def alike_in_the_end(row, sample):
     """All of a group the same from the third rollout of four prompts on."""
     return even(row, sample) if sample.task < 8 else 1.0
+
+
+def worst_first(history):
+    """Rows whose completions have the fewest even tokens; the main process alone may call it."""
+    assert os.environ.get("RANK", "0") == "0"
+    return np.argsort(np.nan_to_num(history.reward, nan=0.5), kind="stable")
 
 
 class Echo:
@@ -149,10 +156,16 @@ def be_rank(fields):
     fields["limits"] = Limits(**fields.pop("limits", {}))
     try:
         with patch("burnish.loops.runs.training.draw_curves"):
-            open_grpo(GRPO(**fields)).train()
+            training = open_grpo(GRPO(**fields))
+            training.train()
     except Exception as error:
         Path(f"{fields['output']}-rank{os.environ['RANK']}.txt").write_text(str(error))
         raise
+    curriculum = training.feed.context.curriculum
+    if curriculum is not None:
+        Path(f"{fields['output']}-rows{os.environ['RANK']}.json").write_text(
+            json.dumps(curriculum.rows)
+        )
 
 
 if __name__ == "__main__":
