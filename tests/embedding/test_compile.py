@@ -117,6 +117,7 @@ def tensor(kind, seed):
     generator = torch.Generator().manual_seed(seed)
     sizes = {
         "vocabulary": 5,
+        "teacher_vocabulary": 7,
         "bins": 5,
         "tokens": UNITS,
         "sequences": UNITS,

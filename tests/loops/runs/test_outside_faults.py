@@ -235,8 +235,8 @@ def test_prompts_whose_loss_is_no_number_are_named(minibatches, tmp_path, monkey
         grpo.advantages,
     )
 
-    def advantages(rollout, *, config):
-        columns = usual(rollout, config=config)
+    def advantages(rollout, **options):
+        columns = usual(rollout, **options)
         bad = torch.tensor([poison in sample.prompt for sample in rollout.samples])
         columns["advantage"][bad[rollout.sequence]] = float("nan")
         return columns
