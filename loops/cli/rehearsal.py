@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
+from datasets import Dataset
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...data import Example
 from ...data.encode import example as example_of
 from ...data.images import ImageReader, ImageRef, Processed
 from ..batch import Batch
@@ -221,11 +223,9 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
     if source.policy is not feed.context.run.model:
         for tensor in source.policy.parameters():
             simulation.relabel(tensor, "copy that samples")
-    data = feed.context.run.data
-    lengths = list(map(len, data["prompt"]))
-    prompt, *_, images = example_of(data, lengths.index(max(lengths)))
+    (example,) = _largest_prompts(feed, 1, _prompt_tokens)
     sampling = replace(config.sampling, max_tokens=_completion(config))
-    longest = len(prompt) + sampling.max_tokens
+    longest = len(example.prompt) + sampling.max_tokens
     packed_bytes = 0 if simulation.gpu else source.runner.packed.size()
     with simulation.labeled("weights packed to sample"):
         packed = torch.empty(packed_bytes, dtype=torch.uint8)
@@ -234,7 +234,8 @@ def _sample_last_tokens(simulation: Simulation, feed: RolloutFeed, prompts: int)
         together = max(1, min(batch.fit(longest), prompts * config.group_size))
         sequences = []
         for task in range(max(1, min(together, _READ // longest))):
-            request = Request(task, tuple(prompt), [0], sampling, key=0, images=images)
+            prompt = tuple(example.prompt)
+            request = Request(task, prompt, [0], sampling, key=0, images=example.images)
             sequence = DecodeSequence(request, 0)
             sequence.tokens = [0] * (sampling.max_tokens - 1)
             sequences.append(sequence)
@@ -332,18 +333,67 @@ def _choose_rank(
 
 def _most_images(feed: Any, model: Policy) -> Batch | None:
     """The micro-batch with most tokens of images, whose tower may take more memory than the text
-    of a longer one; None if no images are seen, or they are not known before they are sampled.
+    of a longer one; None if no images are seen.
     """
-    if model.images is None or not hasattr(getattr(feed, "batches", None), "lengths"):
+    if model.images is None:
         return None
-    of_example = np.array([sum(each["length"] for each in row) for row in feed.dataset["images"]])
+    rollouts = getattr(feed, "rollouts", feed)  # those of distillation
+    if isinstance(rollouts, RolloutFeed):
+        return _most_images_sampled(feed, rollouts)
+    if not hasattr(feed.batches, "lengths"):
+        return None
+    of_example = np.array(_image_tokens(feed.dataset))
     step = _choose_rank(feed, _plans(feed), lambda indices: int(of_example[indices].sum()))
-    batches: list[Batch] = feed(step)
-    return max(batches, key=_image_tokens)
+    return _most_images_of(feed(step))
 
 
-def _image_tokens(batch: Batch) -> int:
-    return sum(image.length for example in batch.examples for image in example.images)
+def _most_images_sampled(feed: Any, rollouts: RolloutFeed) -> Batch | None:
+    """`_most_images`, of a rollout on the prompts that show most; None if no step samples."""
+    sampling = list(getattr(feed, "rollout_of", [0]))
+    if not sampling:
+        return None
+    rollouts.rollout = None  # another one is taken
+    with patch.object(RolloutFeed, "_take", _take_most_images):
+        return _most_images_of(feed(sampling[0]))
+
+
+def _most_images_of(batches: Sequence[Batch]) -> Batch:
+    def image_tokens(batch: Batch) -> int:
+        return sum(image.length for example in batch.examples for image in example.images)
+
+    return max(batches, key=image_tokens)
+
+
+def _image_tokens(data: Dataset) -> list[int]:
+    """Tokens of the images that each row shows."""
+    if "images" not in data.column_names:
+        return [0] * len(data)
+    return [sum(image["length"] for image in row) for row in data["images"]]
+
+
+def _prompt_tokens(data: Dataset) -> list[int]:
+    return list(map(len, data["prompt"]))
+
+
+def _largest_prompts(
+    feed: RolloutFeed, count: int, sizes_of: Callable[[Dataset], list[int]]
+) -> list[Example]:
+    """The prompts of the largest rows, with the images that they show themselves.
+
+    Args:
+        count: of prompts; fewer are returned where the data has fewer.
+        sizes_of: gives the size of each row.
+    """
+    data = feed.context.run.data
+    sizes = sizes_of(data)
+    largest = sorted(range(len(data)), key=lambda row: sizes[row], reverse=True)
+    prompts = []
+    for row in largest[:count]:
+        whole = example_of(data, row)
+        # of a demonstration, later turns may show others
+        shown = tuple(image for image in whole.images if image.start < len(whole.prompt))
+        prompts.append(Example(whole.prompt, [], [], shown))
+    return prompts
 
 
 def _most_tokens(batches: Sequence[Batch], model: Policy) -> Batch:
@@ -440,9 +490,23 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
 
     Their rewards differ within each group, so that every group is trained on.
     """
+    return _completed(feed, number, _prompt_tokens)
+
+
+def _take_most_images(
+    feed: RolloutFeed, number: int
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """`_take_longest`, of the prompts with most tokens of images."""
+    return _completed(feed, number, _image_tokens)
+
+
+def _completed(
+    feed: RolloutFeed, number: int, sizes_of: Callable[[Dataset], list[int]]
+) -> tuple[list[list[Sample]], dict[str, float]]:
+    """What `RolloutFeed._take` returns, of the prompts that `_largest_prompts` finds."""
     config = feed.config
     length = _completion(config)
-    prompts = sorted(feed.context.run.data["prompt"], key=len, reverse=True)
+    prompts = _largest_prompts(feed, config.prompts_per_rollout, sizes_of)
     spans = [VersionSpan(number, 0, length)]
     tokens = [0] * length
     trained = [True] * length
@@ -452,8 +516,20 @@ def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], d
         rewards: dict[str, float | str | None] = {}
         for reward in feed.context.rewards:
             rewards[reward.name] = float(index % 2)
-        prompt = prompts[task % len(prompts)]
-        return Sample(task, index, prompt, tokens, trained, logprobs, spans, "stop", " ", rewards)
+        asked = prompts[task % len(prompts)]
+        return Sample(
+            task,
+            index,
+            asked.prompt,
+            tokens,
+            trained,
+            logprobs,
+            spans,
+            "stop",
+            " ",
+            rewards,
+            images=asked.images,
+        )
 
     groups = []
     for task in range(config.prompts_per_rollout):
