@@ -354,7 +354,8 @@ class ImageReader:
             names = ", ".join(image.name for image in images)
             sizes = ", ".join(f"{picture.width}x{picture.height}" for picture in pictures)
             raise ImageError(
-                f"the processor refuses the image {names} ({sizes} pixels): {error}"
+                f"the processor refuses the image {names} ({sizes} pixels): {error}; "
+                "crop or pad it, or remove the row"
             ) from None
         counts = [_ids_by(processor.tokenizer, text).count(self.token) for text in texts]
         return Processed(texts, counts, tensors)

@@ -21,6 +21,7 @@ from burnish.data import (
     example,
     images,
     load,
+    token_cost,
 )
 from burnish.data.images import ImageReader, decoded, reference
 from datasets import Dataset, Features, Image, List, Value
@@ -179,6 +180,14 @@ def test_image_tokens_are_never_trained(reader, encode):
     one = example(data, 0)
     trained = dict(zip(one.completions[0], one.trained[0], strict=True))
     assert trained.get(reader.token) is False
+
+
+def test_the_cost_of_a_row_counts_the_tokens_of_its_images(reader):
+    row = {"prompt": [QUESTION], "chosen": [RED], "rejected": [BLUE]}
+    data, _ = encode_preference([row, {**row, "image": vision.picture()}], reader)
+    once = token_cost(data, shared_prompt=True)
+    each = token_cost(data, shared_prompt=False)
+    assert once[1] - once[0] == 4 and each[1] - each[0] == 8
 
 
 def test_both_completions_of_an_implicit_prompt_share_its_image(reader):
@@ -409,12 +418,30 @@ def test_the_rotation_that_exif_tells_of_is_done():
     assert decoded(reference(buffer.getvalue())).size == (20, 30)
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1)])
-def test_extreme_sizes_are_read_or_refused_by_row(size, reader):
-    _, account = encode_supervised(
-        [row_with(image=vision.picture(*size)), row_with()], reader, Tokenization(on_bad_row="skip")
-    )
-    assert account.kept + sum(account.skipped.values()) == 2
+def test_an_image_that_the_processor_refuses_is_told_by_row_or_counted(
+    reader, tmp_path, monkeypatch
+):
+    """As those of Qwen refuse an aspect ratio of 200, which needs torchvision."""
+    call = ImageReader._call
+
+    def refusing(self, pictures, processor):
+        if any(max(each.size) > 200 * min(each.size) for each in pictures):
+            raise ValueError("absolute aspect ratio must be smaller than 200, got 5000.0")
+        return call(self, pictures, processor)
+
+    monkeypatch.setattr(ImageReader, "_call", refusing)
+    vision.picture(1, 5000).save(tmp_path / "long.png")
+    rows = [row_with(image=vision.picture()), row_with(image=vision.picture(1, 5000))]
+    with pytest.raises(
+        DataError,
+        match=r"records row 2: the processor refuses the image .* \(1x5000 pixels\): absolute "
+        r"aspect ratio .*; crop or pad it, or remove the row; --on_bad_row skip",
+    ):
+        encode_supervised(rows, reader)
+    _, account = encode_supervised(rows, reader, Tokenization(on_bad_row="skip"))
+    assert account.kept == 1 and sum(account.skipped.values()) == 1
+    with pytest.raises(DataError, match=r"refuses the image .*long.png \(1x5000"):
+        encode_supervised([row_with(image=str(tmp_path / "long.png"))], reader)
 
 
 def test_a_file_that_changed_after_its_row_was_encoded_is_refused(reader, tmp_path):

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 import vision
-from burnish.data import encode_preference, example
+from burnish.data import DataError, Tokenization, encode_preference, example
 from burnish.data.images import ImageReader
 from burnish.loops.batch import collate
 from burnish.loops.models import backbone, probe
@@ -23,6 +23,8 @@ FAMILIES = [
     for family in vision.FAMILIES
 ]
 PADDED_ONLY = ("gemma3",)
+# Their processors refuse an aspect ratio of 200.
+REFUSING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 WIDE, TALL, SMALL = (60, 30), (30, 60), (32, 32)
 # One image, two of unlike sizes, none, and one again.
 SHOWN = [[WIDE], [TALL, WIDE], [], [SMALL]]
@@ -110,6 +112,21 @@ def test_logprobs_are_those_of_the_models_own_forward_in_every_layout(family):
         torch.testing.assert_close(alone, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("family", vision.FAMILIES)
+def test_images_of_extreme_sizes_are_exact_or_refused_by_row(family):
+    model, reader = made(family)
+    given = rows([[(1, 1)], [(1, 5000)], [(5000, 1)], [(1, 1), WIDE]])
+    if family in REFUSING:
+        refused = r"row 2: the processor refuses the image .* \(1x5000 pixels\): .*aspect ratio"
+        with pytest.raises(DataError, match=refused):
+            encode_preference(given, reader)
+        _, account = encode_preference(given, reader, Tokenization(on_bad_row="skip"))
+        assert account.kept == 2 and sum(account.skipped.values()) == 2
+        given = [given[0], given[3]]
+    found = logprobs(policy_of(family), examples_of(reader, given))
+    torch.testing.assert_close(found, own_logprobs(model, reader, given), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_image_changes_its_own_row_alone(family):
     _, reader = made(family)
@@ -149,21 +166,29 @@ def test_a_batch_without_images_still_runs_the_vision_tower(family):
     }
 
 
-def test_the_vision_tower_sees_a_shared_prompt_once():
-    _, reader = made("idefics3")
-    policy = policy_of("idefics3")
+# The modules of the tower whose input has an entry for each tile, or for each patch.
+TOWERS = {"idefics3": "vision_model", "llava": "vision_tower", "qwen2_5_vl": "visual"}
+
+
+@pytest.mark.parametrize("family", list(TOWERS))
+def test_the_vision_tower_sees_a_shared_prompt_once(family):
+    _, reader = made(family)
+    policy = policy_of(family)
     examples = examples_of(reader, rows([[WIDE], [SMALL]]))
-    tiles = []
-    tower = policy.plain.base_model.vision_model
+    once = sum(len(reader.read(each.images).tensors["pixel_values"]) for each in examples)
+    if family == "idefics3":  # whose tiles are a second dimension, padded to the most of a row
+        once = sum(reader.read(each.images).tensors["pixel_values"].shape[1] for each in examples)
+    seen = []
+    tower = getattr(policy.plain.base_model, TOWERS[family])
     handle = tower.register_forward_pre_hook(
-        lambda module, args, kwargs: tiles.append(len(kwargs["pixel_values"])), with_kwargs=True
+        lambda module, args, kwargs: seen.append(len([*args, *kwargs.values()][0])),
+        with_kwargs=True,
     )
-    for layout in ("shared", "padded"):
+    for layout in ("shared", "packed", "padded"):
         policy.layout = layout
         logprobs(policy, examples)
     handle.remove()
-    shared, padded = tiles
-    assert padded == 2 * shared
+    assert seen == [once, 2 * once, 2 * once]
 
 
 def test_a_model_without_a_processor_refuses_examples_with_images():
