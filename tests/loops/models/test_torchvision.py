@@ -5,6 +5,7 @@ is installed into a folder of its own, without what it requires, and the tests o
 more with it.
 """
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,8 +15,12 @@ import pytest
 import torch
 import vision
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(vision.HAS_TORCHVISION, reason="torchvision is installed, and tested with"),
+]
 TESTS = Path(__file__).parents[2]
-# Ranks and TRL are tried with families that need no torchvision.
+# Ranks are tried with families that need no torchvision.
 FILES = sorted(
     path
     for path in TESTS.rglob("test_images*.py")
@@ -36,9 +41,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(vision.HAS_TORCHVISION, reason="torchvision is installed, and tested with")
-def test_all_tests_of_images_pass_where_torchvision_is(folder):
+def run_with(folder, *arguments):
+    """What pytest prints where torchvision is; its tests must pass, and some must run."""
     paths = [os.environ.get("PYTHONPATH"), TESTS / "support" / "torchvision", folder]
     environment = {
         **os.environ,
@@ -46,7 +50,7 @@ def test_all_tests_of_images_pass_where_torchvision_is(folder):
     }
     pytest_here = [sys.executable, "-m", "pytest", "-q", "-rs", "-n0", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*pytest_here, "-m", "slow or not slow", *map(str, FILES)],
+        [*pytest_here, "-m", "slow or not slow", *map(str, arguments)],
         cwd=TESTS.parent,
         env=environment,
         capture_output=True,
@@ -55,4 +59,15 @@ def test_all_tests_of_images_pass_where_torchvision_is(folder):
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "passed" in done.stdout
-    assert "needs torchvision" not in done.stdout and "needs num2words" not in done.stdout
+    return done.stdout
+
+
+def test_all_tests_of_images_pass_where_torchvision_is(folder):
+    printed = run_with(folder, *FILES)
+    assert "needs torchvision" not in printed and "needs num2words" not in printed
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_positions_in_three_axes_train_as_trl_trains_them(folder):
+    peer = TESTS / "loops" / "recipes" / "test_images_peer.py"
+    assert "3 passed" in run_with(folder, peer, "-k", "qwen2_5_vl")

@@ -85,6 +85,17 @@ def test_every_split_of_a_step_gives_the_same_losses(kind, world, tmp_path):
     assert whole[2] != whole[0]
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_bfloat16_autocast_is_near_float32(kind, world, tmp_path):
+    exact = losses(world(kind=kind, dtype="float32", output=str(tmp_path / "a")))
+    rounded = losses(world(kind=kind, dtype="bfloat16", output=str(tmp_path / "b")))
+    assert exact != rounded
+    # another size of the images changes them by more
+    torch.testing.assert_close(rounded, exact, rtol=2e-3, atol=0)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "b" / "model")
+    assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+
+
 def test_the_saved_model_and_its_processor_load_in_transformers(world, tmp_path):
     losses(world())
     saved = tmp_path / "run" / "model"

@@ -10,6 +10,7 @@ from burnish.data import DataError, example
 from burnish.data.images import ImageRef
 from burnish.loops.recipes import opener, settings
 from burnish.loops.rewards.reward_models import RewardModel
+from burnish.loops.rl.feed import RolloutFeed
 from burnish.loops.rollouts.replay import read_samples
 from burnish.loops.rollouts.sample import Sample, VersionSpan
 from safetensors.torch import load_file
@@ -123,22 +124,30 @@ def test_held_out_prompts_with_images_are_evaluated(world, tmp_path):
     assert rows[-1]["eval/reward"] > 0
 
 
-def test_the_vision_tower_sees_a_group_once_in_a_step(world):
+def tiles_of(tensors):
+    """Entries of the tower's batch for a prompt's images, without Idefics3's padding."""
+    pixels = tensors["pixel_values"]
+    if pixels.ndim == 5:
+        return int(pixels.flatten(2).abs().sum(-1).ne(0).sum())
+    return len(pixels)
+
+
+@pytest.mark.parametrize(
+    ("family", "tower"),
+    [("idefics3", "vision_model"), ("llava", "vision_tower"), ("qwen2_5_vl", "visual")],
+)
+def test_the_vision_tower_sees_a_group_once_in_a_step(family, tower, world):
     """In a rollout it runs once for each prompt, and once more where the group trains."""
-    training = opener("grpo")(world(steps=1))
-    tower = training.context.model.plain.base_model.vision_model
+    training = opener("grpo")(world(family, steps=1))
     tiles = []
-    tower.register_forward_pre_hook(
-        lambda module, args, kwargs: tiles.append(len(kwargs["pixel_values"])), with_kwargs=True
+    getattr(training.context.model.plain.base_model, tower).register_forward_pre_hook(
+        lambda module, args, kwargs: tiles.append(len([*args, *kwargs.values()][0])),
+        with_kwargs=True,
     )
     data = training.context.data
     reader = training.context.model.images.reader
     shown = [example(data, row).images for row in range(4)]
-    once = sum(
-        int(reader.read(images).tensors["pixel_values"].flatten(2).abs().sum(-1).ne(0).sum())
-        for images in shown
-        if images
-    )
+    once = sum(tiles_of(reader.read(images).tensors) for images in shown if images)
     training.train()
     assert sum(tiles) == 2 * once
 
@@ -166,6 +175,27 @@ def test_bfloat16_autocast_is_near_float32(world, tmp_path):
     exact = steps(world(dtype="float32", steps=1, output=str(tmp_path / "a"), seed=3))[0]
     rounded = steps(world(dtype="bfloat16", steps=1, output=str(tmp_path / "b"), seed=3))[0]
     assert rounded["sampling/logp_difference"] < 2e-2 * exact["entropy"]
+
+
+def test_the_losses_of_bfloat16_autocast_are_near_those_of_float32(world, tmp_path, monkeypatch):
+    """On the same completions: rounding draws others."""
+    rollouts = []
+    take = RolloutFeed._take
+    given = {"steps": 4, "epochs_per_rollout": 2, "beta": 0.1, "seed": 3}
+
+    def recorded(feed, number):
+        rollouts.append(take(feed, number))
+        return rollouts[-1]
+
+    monkeypatch.setattr(RolloutFeed, "_take", recorded)
+    exact = steps(world(dtype="float32", output=str(tmp_path / "a"), **given))
+    monkeypatch.setattr(RolloutFeed, "_take", lambda feed, number: rollouts[number])
+    rounded = steps(world(dtype="bfloat16", output=str(tmp_path / "b"), **given))
+    assert len(rollouts) == 2 and any(sample.images for sample in rollouts[0][0][0])
+    pairs = [[row["loss"] for row in rows] for rows in (rounded, exact)]
+    assert pairs[0] != pairs[1]
+    # advantages are in units of a standard deviation
+    torch.testing.assert_close(*pairs, rtol=0, atol=2e-3)
 
 
 def test_samples_ahead_of_training_come_from_a_copy_that_sees_images(world):

@@ -62,9 +62,10 @@ def rows(kind):
     return made
 
 
-@pytest.mark.parametrize("family", ["idefics3", "llava_next"])
+@pytest.mark.parametrize("family", ["idefics3", "llava_next", "qwen2_5_vl"])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "kto"])
 def test_losses_and_gradients_are_trls(kind, family, tmp_path):
+    vision.skip_unless_available(family)
     saved = str(vision.save(tmp_path / "model", family))
     run = getattr(burnish, kind)(
         AutoModelForImageTextToText.from_pretrained(saved),
