@@ -19,6 +19,7 @@ standard error and exits with `HUNG`.
 
 import atexit
 import faulthandler
+import gc
 import logging
 import os
 import selectors
@@ -406,7 +407,7 @@ class Watch:
     def _look(self, now: float) -> None:
         """See whether a thread of this rank has moved."""
         seen: dict[int, int] = {}
-        for thread, frame in sys._current_frames().items():
+        for thread, frame in _frames().items():
             if thread == self._thread.ident:
                 continue
             fingerprint, ours = _fingerprint(frame)
@@ -424,7 +425,7 @@ class Watch:
         """What the main thread does, in which function of burnish, and whether it waits for other
         ranks.
         """
-        frame = sys._current_frames().get(self._main or 0)
+        frame = _frames().get(self._main or 0)
         waits = False
         while frame is not None and not frame.f_code.co_filename.startswith(_BURNISH):
             waits = waits or any(name in frame.f_code.co_filename for name in _WAITING)
@@ -555,6 +556,21 @@ def _processor_seconds(thread: int | None) -> float:
     if thread is None or not hasattr(time, "pthread_getcpuclockid"):
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
+
+
+def _frames() -> dict[int, FrameType]:
+    """The frame that each thread is in.
+
+    Python 3.11 may look for garbage while it lists them, under a lock that what it throws away may
+    want, too: then the process stands still for ever (CPython issue 106883; a test suite met it).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _fingerprint(frame: FrameType | None) -> tuple[int, bool]:

@@ -2,6 +2,7 @@
 that waits for one.
 """
 
+import gc
 import json
 import re
 import signal
@@ -344,6 +345,21 @@ def test_a_process_that_was_stopped_itself_blames_no_other(monkeypatch):
     )
     for end in (one, other, watch._wake, watch._woken):
         end.close()
+
+
+def test_no_garbage_is_looked_for_while_threads_are_listed(monkeypatch):
+    """Python 3.11 would do so under a lock: the process could stand still for ever."""
+    collecting = []
+    frames = sys._current_frames
+
+    def listed():
+        collecting.append(gc.isenabled())
+        return frames()
+
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    assert gc.isenabled()
+    assert threading.get_ident() in liveness._frames()
+    assert collecting == [False] and gc.isenabled()
 
 
 def test_ranks_that_have_lost_one_open_no_further_run(monkeypatch):
