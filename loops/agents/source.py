@@ -22,7 +22,7 @@ from ..environments.resolve import refuse_hidden_calls
 from ..rewards.scoring import OutOfTime, as_score, call
 from ..rollouts.event_loops import gather_or_cancel
 from ..rollouts.sample import Request, Row, Sample, SamplingParams, copied
-from ..rollouts.source import NamedWeights, RolloutSource
+from ..rollouts.source import RolloutSource, SourceOnAnother
 from .conversation import Conversation
 from .server import AgentServer
 
@@ -43,7 +43,7 @@ class AgentFailure(Exception):
 
 
 @dataclass
-class AgentSource:
+class AgentSource(SourceOnAnother):
     """A source of conversations: a `RolloutSource` on top of another.
 
     The prompts are what the agent asks, not the request's.
@@ -111,15 +111,6 @@ class AgentSource:
             stop = (*stop, self.turns.end)
         request = replace(request, sampling=replace(request.sampling, stop=stop))
         return await gather_or_cancel(self._converse(request, index) for index in request.indices)
-
-    async def publish(self, weights: NamedWeights, version: int) -> None:
-        await self.source.publish(weights, version)
-
-    async def version(self) -> int | None:
-        return await self.source.version()
-
-    async def close(self) -> None:
-        await self.source.close()
 
     async def _converse(self, request: Request, index: int) -> Sample:
         async with self._places:

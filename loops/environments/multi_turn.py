@@ -26,7 +26,7 @@ from ..config import Limits
 from ..rewards.scoring import OutOfTime, as_score, call, is_async, within
 from ..rollouts.event_loops import gather_or_cancel, run, warn_if_blocking
 from ..rollouts.sample import Request, Row, Sample, VersionSpan, copied, plain
-from ..rollouts.source import NamedWeights, RolloutSource, check_completions
+from ..rollouts.source import RolloutSource, SourceOnAnother, check_completions
 from .chat_turns import ChatTurns
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ async def close(environment: object) -> None:
 
 
 @dataclass
-class MultiTurnSource:
+class MultiTurnSource(SourceOnAnother):
     """A source of conversations: a `RolloutSource` on top of another.
 
     `reset` gives the prompt, not the request; those of one task may differ, such as from random
@@ -124,15 +124,9 @@ class MultiTurnSource:
         """
         return await gather_or_cancel(self._converse(request, index) for index in request.indices)
 
-    async def publish(self, weights: NamedWeights, version: int) -> None:
-        await self.source.publish(weights, version)
-
-    async def version(self) -> int | None:
-        return await self.source.version()
-
     async def close(self) -> None:
         await asyncio.gather(*self._closing)
-        await self.source.close()
+        await super().close()
 
     async def _converse(self, request: Request, index: int) -> Sample:
         async with self._places:

@@ -19,11 +19,11 @@ from typing import Any
 from .event_loops import gather_or_cancel
 from .sample import Request, Sample
 from .source import (
-    NamedWeights,
     RolloutSource,
     SourceBusy,
     SourceError,
     SourceLost,
+    SourceOnAnother,
     check_completions,
 )
 
@@ -82,7 +82,7 @@ class Attempts:
 
 
 @dataclass(eq=False)
-class RetryingSource:
+class RetryingSource(SourceOnAnother):
     """A source on top of another, whose requests it repeats; see the top of the file.
 
     Args:
@@ -128,15 +128,6 @@ class RetryingSource:
                 lost = await self._wait(error, attempts, counts=True)
         parts = [replace(request, indices=[index]) for index in request.indices]
         return await gather_or_cancel(self._repeat(part, replace(attempts), lost) for part in parts)
-
-    async def publish(self, weights: NamedWeights, version: int) -> None:
-        await self.source.publish(weights, version)
-
-    async def version(self) -> int | None:
-        return await self.source.version()
-
-    async def close(self) -> None:
-        await self.source.close()
 
     async def _repeat(self, request: Request, attempts: Attempts, lost: float | None) -> Sample:
         """One completion, in as many attempts as it takes.

@@ -149,3 +149,20 @@ class RolloutSource(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+class SourceOnAnother:
+    """What a source of conversations, or one that repeats requests, passes on to the source that it
+    samples from.
+    """
+
+    source: RolloutSource
+
+    async def publish(self, weights: NamedWeights, version: int) -> None:
+        await self.source.publish(weights, version)
+
+    async def version(self) -> int | None:
+        return await self.source.version()
+
+    async def close(self) -> None:
+        await self.source.close()

@@ -4,7 +4,6 @@ that waits for one.
 
 import gc
 import json
-import re
 import signal
 import socket
 import subprocess
@@ -339,10 +338,9 @@ def test_a_process_that_was_stopped_itself_blames_no_other(monkeypatch):
     watch._look(now)
     watch._judge(now)
     assert told == []
-    watch._judge(now + 11)
-    assert len(told) == 1 and re.search(
-        r"rank 1 has been silent for 1\d s, last heard of in step 0, set-up", told[0]
-    )
+    watch._judge(watch.peers[1].heard + 11)
+    assert len(told) == 1
+    assert "rank 1 has been silent for 11 s, last heard of in step 0, set-up" in told[0]
     for end in (one, other, watch._wake, watch._woken):
         end.close()
 
