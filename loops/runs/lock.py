@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2s
 from pathlib import Path
 from uuid import uuid4
 
@@ -126,7 +127,7 @@ def _owner(content: bytes | None) -> dict[str, object] | None:
 
 
 def _wait_for(path: Path, directory: Path) -> None:
-    """Return when the file of another owner is gone, or was stale and is moved away.
+    """Return when the file of another owner is gone, or was stale and is removed.
 
     Raises:
         ValueError: if its owner is alive.
@@ -145,7 +146,7 @@ def _wait_for(path: Path, directory: Path) -> None:
                 return
             if now != first:
                 raise _taken(directory, f"process {owner.get('pid')} on {owner.get('host')}")
-    _move_away(path, first, directory)
+    _remove_stale(path, first, directory)
 
 
 def _has_died(owner: dict[str, object]) -> bool:
@@ -162,29 +163,42 @@ def _has_died(owner: dict[str, object]) -> bool:
     return False
 
 
-def _move_away(path: Path, stale: bytes | None, directory: Path) -> None:
-    """Remove a stale file, unless another process has replaced it meanwhile."""
-    if _read(path) not in (stale, None):
-        raise _taken(directory)  # without moving what is another's, not even for a moment
-    aside = path.with_name(f"{path.name}.{uuid4().hex}")
-    try:
-        path.rename(aside)  # of several processes that do this, one succeeds
-    except FileNotFoundError:
+def _remove_stale(path: Path, stale: bytes | None, directory: Path) -> None:
+    """Remove a stale file, as the only one of the processes that found it.
+
+    They agree by a second file, named by what they found, that one of them alone can create. The
+    stale file is never moved: where it was, a new owner's may be a moment later.
+
+    Raises:
+        ValueError: if another process removes it, or has replaced it meanwhile.
+    """
+    if stale is None:
         return
-    if _read(aside) != stale:
-        with suppress(OSError):
-            os.link(aside, path)  # it is the new owner's
-        aside.unlink()
-        raise _taken(directory)
-    aside.unlink()
+    claim = path.with_name(f"{path.name}.{blake2s(stale, digest_size=8).hexdigest()}")
+    try:
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError as error:
+        raise ValueError(
+            f"output: another process takes {directory} over from one that has ended; wait for it, "
+            f"or remove {claim} if there is none"
+        ) from error
+    try:
+        now = _read(path)
+        if now is None:
+            return  # without removing what a new owner may be creating
+        if now != stale:
+            raise _taken(directory)
+        path.unlink()
+    finally:
+        claim.unlink()
     log.warning(
         "output: the lock of %s was left by a process that has ended, and is taken over", directory
     )
 
 
 def _is_lost(path: Path, token: str) -> bool:
-    """True if the file is another's, also when it is looked at again: one that takes over a stale
-    file may have moved this one aside for a moment, see `_move_away`.
+    """True if the file is another's, also when it is looked at again: a network file system may
+    have failed to read it once.
     """
     if _token_in(_read(path)) == token:
         return False

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from burnish.loops.runs import lock
@@ -65,31 +66,63 @@ def test_a_lock_that_was_damaged_is_taken_over(content, tmp_path):
         assert held(tmp_path)["pid"] == os.getpid()
 
 
-def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path):
+def test_of_many_that_find_a_stale_lock_one_gets_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "STALE", 2.0)  # of a busy machine, a beat may come a second late
+    sent = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number) if number else None)
     left_by(tmp_path, host="another-machine", pid=1)
-    inside, most, won = [], [], []
+    refused, won = threading.Semaphore(0), []
 
     def contend():
         try:
             with lock.heartbeat(tmp_path):
-                inside.append(1)
-                most.append(len(inside))
-                won.append(1)
-                time.sleep(1.5)  # longer than the others wait
-                inside.pop()
+                won.append(threading.current_thread())
+                assert all(refused.acquire(timeout=30) for _ in range(7))
         except ValueError:
-            pass
+            refused.release()
 
     threads = [threading.Thread(target=contend) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert max(most) == 1 and len(won) == 1
+    assert len(won) == 1 and not sent
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_lock_that_is_moved_aside_for_a_moment_is_not_lost(tmp_path, monkeypatch):
+def test_a_lock_that_was_replaced_meanwhile_is_not_touched(tmp_path):
+    path = tmp_path / ".lock.owner"
+    path.write_bytes(b"the new owner's")
+    before = path.stat()
+    with pytest.raises(ValueError, match="another process trains in"):
+        lock._remove_stale(path, b"left by a process that has ended", tmp_path)
+    assert os.path.samestat(path.stat(), before) and path.stat().st_ctime_ns == before.st_ctime_ns
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_lock_that_is_created_while_a_stale_one_is_looked_for_is_not_removed(
+    tmp_path, monkeypatch
+):
+    path = tmp_path / ".lock.owner"
+    monkeypatch.setattr(lock, "_read", lambda path: path.write_bytes(b"the new owner's") and None)
+    lock._remove_stale(path, b"left by a process that has ended", tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_takeover_that_was_killed_is_named(tmp_path, monkeypatch):
+    left_by(tmp_path, host="another-machine", pid=1)
+    path = tmp_path / ".lock.owner"
+    monkeypatch.setattr(Path, "unlink", lambda *_args, **_options: None)  # killed before
+    lock._remove_stale(path, path.read_bytes(), tmp_path)
+    (claim,) = tmp_path.glob(".lock.owner.*")
+    with (
+        pytest.raises(ValueError, match=f"or remove {claim} if there is none"),
+        lock.heartbeat(tmp_path),
+    ):
+        raise AssertionError("two owners")
+
+
+def test_a_lock_that_cannot_be_read_for_a_moment_is_not_lost(tmp_path, monkeypatch):
     sent = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr(lock, "_POLL", 0.5)
