@@ -624,6 +624,52 @@ class OfflineConfig(Common):
 
 
 @dataclass(frozen=True)
+class Bema(Settings):
+    """A reference that is the bias-corrected moving average of the policy (BEMA: Block and Zhang
+    2025, arXiv:2508.00180)."""
+
+    prefix = "bema."
+
+    update_freq: PositiveInt | None = None
+    """Steps between updates of the average, which the reference is set to every
+    ref_model_sync_steps, a multiple of it; null mixes by ref_model_mixup_alpha instead. It takes two
+    more copies of the weights that are trained, in float32 at least."""
+    ema_power: NonNegativeFloat = 0.5
+    """How fast the average slows down, κ: at step t the policy enters it with weight
+    (lag + multiplier t)^-ema_power; 0 takes the policy itself."""
+    bias_power: NonNegativeFloat = 0.2
+    """How fast the correction of its lag fades, η: (lag + multiplier t)^-bias_power times the way
+    that the policy went is added; 8 and more add almost nothing, 0 all of it."""
+    lag: PositiveInt = 10
+    """Age that the average begins with, ρ, at least 1: the larger, the less the first steps count."""
+    multiplier: PositiveFloat = 1.0
+    """How much a step adds to that age, γ."""
+    min_ema_multiplier: ClosedUnitInterval = 0.0
+    """The least weight that the policy enters the average with."""
+    update_after: NonNegativeInt = 0
+    """Step that the average begins at, τ; the reference stays the initial policy until then."""
+
+    def contradictions(self) -> Iterator[str]:
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != _default(each)]
+        if self.update_freq is None and changed:
+            yield (
+                f"bema.{changed[0]}: without bema.update_freq there is no such average; give it, such as 400, "
+                f"or leave out {changed[0]}"
+            )
+
+    def weight(self, step: int) -> float:
+        """Weight of the policy in the average, β of this step, in [0, 1]."""
+        return max(self._age(step) ** -self.ema_power, self.min_ema_multiplier)
+
+    def correction(self, step: int) -> float:
+        """Share of the way from the start that is added to the average, α of this step."""
+        return self._age(step) ** -self.bias_power
+
+    def _age(self, step: int) -> float:
+        return self.lag + self.multiplier * step
+
+
+@dataclass(frozen=True)
 class Referenced(Settings):
     """The fields of recipes with a reference policy."""
 
@@ -642,6 +688,8 @@ class Referenced(Settings):
     """Weight of the policy in such an update, alpha policy + (1 - alpha) reference; 1 replaces
     it.
     """
+    bema: Bema = field(default_factory=Bema)
+    """A bias-corrected average of the policy, which such updates set the reference to."""
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
@@ -650,12 +698,26 @@ class Referenced(Settings):
         is_plain = isinstance(config.model, str) and not config.lora.enabled
         if self.reference == "adapters_off" and is_plain:
             yield "reference: adapters_off wanted a model wrapped by peft; set lora.r, or reference to copy"
-        whole = not (self.ref_model or config.lora.enabled or config.parallel.copy_size > 1)
-        if self.ref_model_sync_steps and not (whole and self.reference in ("auto", "copy")):
+        copied = not (self.ref_model or config.lora.enabled) and self.reference in ("auto", "copy")
+        if self.ref_model_sync_steps and not copied:
             yield (
                 "ref_model_sync_steps: only a copy of a whole policy follows it; leave it out, or train without "
-                "adapters or shards, with no ref_model, and with reference auto or copy"
+                "adapters, with no ref_model, and with reference auto or copy"
             )
+        yield from self._bad_average()
+
+    def _bad_average(self) -> Iterator[str]:
+        """Yield the settings that keep an average of the policy from being the reference."""
+        every = self.bema.update_freq
+        if every is None:
+            return
+        if not self.ref_model_sync_steps or self.ref_model_sync_steps % every:
+            yield (
+                "bema.update_freq: the reference is set to the average every ref_model_sync_steps, wanted a multiple "
+                f"of {every}, got {self.ref_model_sync_steps}"
+            )
+        if self.ref_model_mixup_alpha != Referenced.ref_model_mixup_alpha:
+            yield "ref_model_mixup_alpha: mixes no average into the reference; leave it out, or bema.update_freq"
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ SHARED = {
     config.Hub: "Uploads: hub",
     config.OfflineConfig: "Recipes that train on the completions of the data",
     config.Referenced: "Recipes with a reference policy",
+    config.Bema: "An averaged reference: bema",
     config.Teacher: "A teacher",
     online.SamplingConfig: "Recipes that sample completions",
     online.VLLM: "vLLM",

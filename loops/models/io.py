@@ -29,7 +29,7 @@ from ..registry import as_setting_error, build, nearest
 from .activations import add_noise, checkpoint_activations, without_randomness
 from .adapters import add_adapters, may_stay_in_files, merged_weights, non_text_parts
 from .backbone import Backbone
-from .sharding import left_in_files, whole
+from .sharding import left_in_files, reshard, whole
 
 log = logging.getLogger(__name__)
 
@@ -711,9 +711,7 @@ def named_weights(
     if isinstance(policy, Backbone):
         model = policy.model
         plain = policy.plain
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # the last forward pass may have left it unsharded
+    reshard(policy)
     weights = merged_weights(model) if isinstance(model, PeftModel) else model.state_dict().items()
     left_out = () if tied else plain.all_tied_weights_keys
     for name, weight in weights:

@@ -24,7 +24,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import PreTrainedModel
@@ -331,6 +336,13 @@ def _split(unit: nn.Module, mesh: DeviceMesh, plan: Mapping[nn.Module, str]) -> 
             module._parameters[name] = copies[each]
         # Each rank computes the whole gradient, or the part from its own attention heads.
         compute_locally(module, Partial() if style == _OF_LOCAL_HEADS else Replicate())
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop what a forward pass without a backward one may have left gathered of a sharded model."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerBase
 from ...data import DataError, check_same_vocabulary
 from ...data.images import ImageReader
 from ..batch import Batch
-from ..config import Common, Lora
+from ..config import Bema, Common, Lora
 from ..models.backbone import evaluating
 from ..models.io import load_images, load_model, load_tokenizer
 from ..models.policy import Policy
+from ..models.sharding import local, reshard
 
 Reference = Callable[[Batch], Tensor]
 
@@ -83,22 +84,37 @@ def make_reference(policy: Policy, config: Any, kind: str, *, temperature: float
     if config.ref_model is not None:
         return frozen(policy, temperature=temperature)
     if config.ref_model_sync_steps:
-        interval, alpha = config.ref_model_sync_steps, config.ref_model_mixup_alpha
-        return SyncedReference(policy, interval=interval, alpha=alpha, temperature=temperature)
+        return _following(policy, config, temperature=temperature)
     adapters = kind == "auto" and hasattr(policy.model, "disable_adapter")
     # New adapters start at zero; those of a given model may add something.
     unchanged = config.lora.enabled and config.lora.adds_nothing
     if kind == "adapters_off" or (adapters and unchanged):
         return adapters_off(policy, temperature=temperature)
     if policy.mesh is not None:  # shards can't be copied, but can be loaded again
-        if isinstance(config.model, nn.Module):
-            raise ValueError(
-                "model: one in memory can't be sharded twice, and a copy is its reference; give its name"
-            )
-        loaded = frozen_policy_like(policy, load_model(config), config)
-        return frozen(loaded, temperature=temperature)
+        return frozen(_loaded_again(policy, config), temperature=temperature)
     make = adapters_copy if adapters else frozen_copy
     return make(policy, temperature=temperature)
+
+
+def _loaded_again(policy: Policy, config: Common) -> Policy:
+    """The policy as it was before the first step, in the same shards."""
+    if isinstance(config.model, nn.Module):
+        raise ValueError(
+            "model: one in memory can't be sharded twice, and a copy is its reference; give its name"
+        )
+    return frozen_policy_like(policy, load_model(config), config)
+
+
+def _following(policy: Policy, config: Any, *, temperature: float) -> "SyncedReference":
+    """The reference that follows the policy, as the settings of `Referenced` say."""
+    copied = None if policy.mesh is None else _loaded_again(policy, config)
+    interval = config.ref_model_sync_steps
+    if config.bema.update_freq:
+        return AveragedReference(
+            policy, copied, interval=interval, bema=config.bema, temperature=temperature
+        )
+    alpha = config.ref_model_mixup_alpha
+    return SyncedReference(policy, copied, interval=interval, alpha=alpha, temperature=temperature)
 
 
 def frozen_copy(policy: Policy, *, temperature: float = 1.0) -> Reference:
@@ -189,7 +205,10 @@ class SyncedReference:
     """A copy of the policy that follows it: ``ref ← α policy + (1 − α) ref`` after every so many
     steps.
 
+    A copy of shards is updated shard by shard, without a message between ranks.
+
     Args:
+        copied: a copy of the policy, under the same names and in the same shards.
         interval: steps between updates.
         alpha: α in (0, 1].
 
@@ -198,18 +217,25 @@ class SyncedReference:
     """
 
     def __init__(
-        self, policy: Policy, *, interval: int, alpha: float, temperature: float = 1.0
+        self,
+        policy: Policy,
+        copied: Policy | None = None,
+        *,
+        interval: int,
+        alpha: float,
+        temperature: float = 1.0,
     ) -> None:
         self.interval = interval
         self.alpha = alpha
         self.steps = 0
-        copied = _without_critic(policy)
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for name, each in copied.named_parameters():
+        self.copied = _without_critic(policy) if copied is None else copied
+        # Parameters of the reference and of the policy, by name.
+        self.pairs: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        for name, each in self.copied.named_parameters():
             followed = policy.get_parameter(name)
             if followed.requires_grad:  # frozen weights stay equal
-                self.pairs.append((each, followed))
-        self.reference = frozen(copied, temperature=temperature)
+                self.pairs[name] = (each, followed)
+        self.reference = frozen(self.copied, temperature=temperature)
 
     def __call__(self, batch: Batch) -> Tensor:
         return self.reference(batch)
@@ -218,15 +244,91 @@ class SyncedReference:
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Count a step of the policy, and update the reference when it is due."""
         self.steps += 1
-        if self.steps % self.interval == 0:
-            for each, followed in self.pairs:
-                each.lerp_(followed.to(each.dtype), self.alpha)
+        # A forward pass may have left a unit gathered: what is updated are the shards.
+        reshard(self.copied)
+        self._update()
+
+    def _update(self) -> None:
+        if self.steps % self.interval:
+            return
+        for each, followed in self.pairs.values():
+            local(each).lerp_(local(followed).to(each.dtype), self.alpha)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "weights": [each for each, _ in self.pairs]}
+        return {"steps": self.steps}
 
-    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "weights" in state:
+            raise ValueError(
+                "resume: burnish 0.2.0 kept the weights of a reference elsewhere in this checkpoint; resume with that "
+                "version, or begin in another directory"
+            )
         self.steps = state["steps"]
-        for (each, _), saved in zip(self.pairs, state["weights"], strict=True):
-            each.copy_(saved)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint, in the shards of this rank."""
+        reshard(self.copied)
+        return {f"{name}/weight": each for name, (each, _) in self.pairs.items()}
+
+
+class AveragedReference(SyncedReference):
+    """A copy of the policy that is set to the bias-corrected average of its steps (BEMA).
+
+        avg_t  =  (1 − β_t) avg_(t−φ) + β_t θ_t        β_t = max((ρ + γt)^−κ, β_min)
+        ref_t  =  avg_t + α_t (θ_t − θ_τ)              α_t = (ρ + γt)^−η
+
+    An average lags behind the policy that moves away from its start θ_τ; the second term takes it
+    along. The average is updated every φ steps after step τ, the reference every ``interval`` steps
+    after it. Both averages are in float32 or better, as two more copies of the trained weights.
+
+    Args:
+        interval: a multiple of φ.
+        bema: φ, κ, η, ρ, γ, β_min and τ; see `Bema`.
+
+    Paper: Block and Zhang 2025, "EMA without the lag: bias-corrected iterate averaging schemes",
+    arXiv:2508.00180, Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        copied: Policy | None = None,
+        *,
+        interval: int,
+        bema: Bema,
+        temperature: float = 1.0,
+    ) -> None:
+        super().__init__(policy, copied, interval=interval, alpha=1.0, temperature=temperature)
+        self.bema = bema
+        self.start: dict[str, Tensor] = {}
+        self.average: dict[str, Tensor] = {}
+        for name, (_, followed) in self.pairs.items():
+            dtype = torch.promote_types(followed.dtype, torch.float32)
+            self.start[name] = followed.detach().clone()
+            self.average[name] = followed.detach().to(dtype, copy=True)
+
+    def _update(self) -> None:
+        since = self.steps - self.bema.update_after
+        if since == 0:
+            for name, (_, followed) in self.pairs.items():
+                local(self.start[name]).copy_(local(followed))
+                local(self.average[name]).copy_(local(followed))
+        assert self.bema.update_freq is not None
+        if since <= 0 or since % self.bema.update_freq:
+            return
+        weight = self.bema.weight(self.steps)
+        correction = self.bema.correction(self.steps)
+        for name, (each, followed) in self.pairs.items():
+            average = local(self.average[name])
+            now = local(followed).to(average.dtype)
+            average.lerp_(now, weight)
+            if since % self.interval == 0:
+                moved = now - local(self.start[name])
+                local(each).copy_(average.add(moved, alpha=correction))
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = super().tensors()
+        for name in self.pairs:
+            tensors[f"{name}/start"] = self.start[name]
+            tensors[f"{name}/average"] = self.average[name]
+        return tensors

@@ -9,7 +9,7 @@ of tensors of any dtype, and of numbers.
 import io
 import random
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy
 import torch
@@ -22,6 +22,13 @@ from torch.optim import Optimizer
 # The content of state.pt: numbers, texts, tensors, and lists and mappings of them, which torch.load
 # reads without running code.
 Rest = dict[str, Any]
+
+
+@runtime_checkable
+class HoldsTensors(Protocol):
+    """A part of the state whose tensors may be sharded: they go into the shards of a checkpoint."""
+
+    def tensors(self) -> dict[str, Tensor]: ...
 
 
 def trained_state(policy: nn.Module) -> dict[str, Tensor]:
@@ -65,8 +72,16 @@ def capture(policy: nn.Module, parts: Mapping[str, Stateful]) -> tuple[dict[str,
                 "groups": _groups_of(stateful, names),
             }
         else:
+            tensors |= _held_by(stateful, part)
             rest[part] = stateful.state_dict()
     return tensors, rest
+
+
+def _held_by(stateful: Stateful, part: str) -> dict[str, Tensor]:
+    """The tensors of a part that is no optimizer, by path."""
+    if not isinstance(stateful, HoldsTensors):
+        return {}
+    return {f"{part}/{name}": tensor for name, tensor in stateful.tensors().items()}
 
 
 def _numbers_of(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Rest]:
@@ -145,6 +160,7 @@ def restore(
     for part, stateful in parts.items():
         if not isinstance(stateful, Optimizer):
             stateful.load_state_dict(rest[part])
+            targets |= _held_by(stateful, part)
             continue
         targets |= _make_tensors(stateful, part, parameters, saved)
         for group, before in zip(stateful.param_groups, rest[part]["groups"], strict=True):

@@ -8,8 +8,9 @@ import sys
 
 import burnish
 import pytest
-from burnish.loops.config import Lora, Parallel, Teacher
+from burnish.loops.config import Bema, Lora, Parallel, Teacher
 from burnish.loops.recipes.settings import (
+    CPO,
     DPO,
     GRPO,
     KTO,
@@ -98,11 +99,24 @@ RULES = [
         {"ref_model_sync_steps": 4, "lora": ADAPTERS},
         "ref_model_sync_steps: only a copy",
     ),
+    (DPO, OFFLINE, {"bema": Bema(lag=2)}, "bema.lag: without bema.update_freq there is no such"),
     (
         DPO,
         OFFLINE,
-        {"ref_model_sync_steps": 4, "parallel": Parallel(2)},
-        "ref_model_sync_steps: only a copy",
+        {"bema": Bema(update_freq=4), "ref_model_sync_steps": 6},
+        "bema.update_freq: the reference is set to the average every ref_model_sync_steps, wanted a multiple of 4, "
+        "got 6",
+    ),
+    (DPO, OFFLINE, {"bema": Bema(update_freq=4)}, "bema.update_freq: the reference is set to"),
+    (
+        DPO,
+        OFFLINE,
+        {
+            "bema": Bema(update_freq=4),
+            "ref_model_sync_steps": 4,
+            "ref_model_mixup_alpha": 0.5,
+        },
+        "ref_model_mixup_alpha: mixes no average into the reference",
     ),
     (
         DPO,
@@ -110,6 +124,7 @@ RULES = [
         {"ref_model_sync_steps": 4, "reference": "precompute"},
         "ref_model_sync_steps: only a copy",
     ),
+    (CPO, OFFLINE, {"nll_of": "reference", "nll": 0.0}, "nll_of: the coefficient nll is 0"),
     (DPO, OFFLINE, {"logprob_reduction": "mean", "ld_alpha": 0.5}, "ld_alpha: is for sums"),
     (KTO, OFFLINE, {"batch_size": 1}, "kto: its z0 comes from"),
     (KTO, OFFLINE, {"loss": {"nll": 0.1, "kto": 1.0}, "batch_size": 1}, "kto: its z0 comes from"),

@@ -34,6 +34,7 @@ RECIPES = [
     "sft",
     "dpo",
     "dpo_adapters",
+    "dpo_averaged",
     "dpo_precomputed",
     "kto",
     "orpo",
@@ -69,6 +70,7 @@ PART = [
     ("cpo", "2 ddp", "4 hsdp"), ("reward", "4 hsdp", "2 fsdp"), ("prm", "4 hsdp", "2 ddp"),
     ("distill", "4 hsdp", "1 one"), ("grpo", "2 fsdp", "4 hsdp"), ("ppo", "2 fsdp", "4 fsdp"),
     ("ppo_critic", "1 one", "4 hsdp"), ("online_dpo", "1 one", "4 fsdp"),
+    ("dpo_averaged", "2 fsdp", "4 hsdp"),
 ]  # fmt: skip
 PAIRS = list(itertools.product(KILLED, SHARDS))
 FURTHER = [(recipe, *PAIRS[17 - i]) for i, recipe in enumerate(2 * (RECIPES + ONLINE))]

@@ -1,6 +1,7 @@
 """References: frozen, adapters off, and computed once, are the same log-probs."""
 
 import copy
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -9,13 +10,19 @@ import torch
 from accelerate import Accelerator
 from burnish.data import Example, encode_preference
 from burnish.loops.batch import collate
-from burnish.loops.config import Lora
+from burnish.loops.config import Bema, Lora
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.preference import open_dpo
 from burnish.loops.recipes.settings import DPO
 from burnish.loops.runs.context import RunContext, open_run
 from burnish.loops.runs.feed import stored_tokens
-from burnish.loops.runs.reference import SyncedReference, adapters_copy, adapters_off, frozen_copy
+from burnish.loops.runs.reference import (
+    AveragedReference,
+    SyncedReference,
+    adapters_copy,
+    adapters_off,
+    frozen_copy,
+)
 from datasets import Dataset
 from interrupted import resumed
 from peft import LoraConfig, get_peft_model
@@ -176,6 +183,159 @@ def test_a_reference_that_follows_is_the_loop_written_by_hand(alpha):
         torch.testing.assert_close(synced(batch), frozen(batch).logprob, rtol=0, atol=1e-10)
     start = Policy(make_model("llama"))
     assert not torch.allclose(synced(batches[0]), start(batches[0]).logprob, atol=1e-4)
+
+
+def walked(policy, steps, observe):
+    """The weights of the policy before the first step and after each, moved at random."""
+    torch.manual_seed(0)
+    path = [{name: each.detach().clone() for name, each in policy.named_parameters()}]
+    for step in range(1, steps + 1):
+        with torch.no_grad():
+            for each in policy.parameters():
+                each.add_(torch.randn_like(each), alpha=0.02)
+        path.append({name: each.detach().clone() for name, each in policy.named_parameters()})
+        observe(step)
+    return path
+
+
+@pytest.mark.parametrize(
+    "bema",
+    [
+        Bema(update_freq=2),
+        Bema(update_freq=1, ema_power=0.7, bias_power=0.4, lag=3, multiplier=0.5),
+        Bema(update_freq=2, min_ema_multiplier=0.6, update_after=3),
+    ],
+    ids=["default", "every power", "burn-in"],
+)
+def test_an_averaged_reference_equals_algorithm_1(bema):
+    """BEMA (arXiv:2508.00180): avg + (rho + gamma t)^-eta (policy - start), every 4 steps."""
+    policy = Policy(make_model("llama"))
+    averaged = AveragedReference(policy, interval=4, bema=bema)
+    seen = []
+
+    def observe(step):
+        averaged.observe({})
+        seen.append({name: each.clone() for name, (each, _) in averaged.pairs.items()})
+
+    path = walked(policy, 12, observe)
+    tau, phi = bema.update_after, bema.update_freq
+    for name, start in path[0].items():
+        average, expected = path[tau][name], start
+        for t in range(1, 13):
+            if t > tau and (t - tau) % phi == 0:
+                age = bema.lag + bema.multiplier * t
+                beta = max(age**-bema.ema_power, bema.min_ema_multiplier)
+                average = (1 - beta) * average + beta * path[t][name]
+                if (t - tau) % 4 == 0:
+                    way = path[t][name] - path[tau][name]
+                    expected = average + age**-bema.bias_power * way
+            torch.testing.assert_close(seen[t - 1][name], expected, rtol=0, atol=1e-14)
+    assert not torch.allclose(
+        seen[-1]["model.model.norm.weight"], path[0]["model.model.norm.weight"]
+    )
+
+
+def test_an_averaged_reference_equals_the_callback_of_trl():
+    trl = pytest.importorskip("trl.experimental.bema_for_ref_model")
+    settings = {"ema_power": 0.6, "bias_power": 0.3, "lag": 5, "multiplier": 0.7}
+    settings |= {"min_ema_multiplier": 0.4, "update_after": 2}
+    policy = Policy(make_model("llama"))
+    theirs = copy.deepcopy(policy.model)
+    ours = AveragedReference(policy, interval=4, bema=Bema(update_freq=2, **settings))
+    callback = trl.BEMACallback(
+        update_freq=2,
+        **settings,
+        update_ref_model=True,
+        ref_model_update_freq=4,
+        ref_model_update_after=2,
+    )
+    state = SimpleNamespace(global_step=0, is_world_process_zero=False)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of the model that it makes
+    try:
+        callback.on_train_begin(None, state, None, policy.model)
+    finally:
+        torch.set_default_dtype(dtype)
+    compared = []
+
+    def observe(step):
+        ours.observe({})
+        state.global_step = step
+        callback.on_step_end(None, state, None, policy.model, ref_model=theirs)
+        for name, each in theirs.named_parameters():
+            torch.testing.assert_close(ours.pairs[f"model.{name}"][0], each, rtol=0, atol=1e-14)
+            compared.append(name)
+
+    walked(policy, 11, observe)
+    assert compared
+
+
+def test_an_average_of_a_policy_that_stands_still_is_that_policy(batch):
+    policy = Policy(make_model("llama"))
+    averaged = AveragedReference(policy, interval=1, bema=Bema(update_freq=1, bias_power=0.0))
+    for _ in range(5):
+        averaged.observe({})
+    torch.testing.assert_close(averaged(batch), policy(batch).logprob, rtol=0, atol=1e-12)
+
+
+def test_the_correction_takes_the_lag_from_an_average_of_a_straight_path():
+    """An average alone lags ever further behind; eta tells how much of the way is given back."""
+    behind = {}
+    for power in (8.0, 0.2):
+        policy = Policy(make_model("llama"))
+        bema = Bema(update_freq=1, bias_power=power)
+        averaged = AveragedReference(policy, interval=1, bema=bema)
+        reference, followed = averaged.pairs["model.model.norm.weight"]
+        behind[power] = []
+        for _ in range(50):
+            with torch.no_grad():
+                followed.add_(1.0)
+            averaged.observe({})
+            behind[power].append((followed - reference).mean().item())
+    lags, corrected = behind[8.0], behind[0.2]
+    assert all(earlier < later for earlier, later in itertools.pairwise(lags))
+    steps = range(1, 51)
+    for t, lag, left in zip(steps, lags, corrected, strict=True):
+        assert left == pytest.approx(lag - t * ((10 + t) ** -0.2 - (10 + t) ** -8.0))
+
+
+def test_an_average_of_bfloat16_weights_takes_steps_that_bfloat16_would_lose():
+    policy = Policy(make_model("llama", dtype=torch.bfloat16))
+    bema = Bema(update_freq=1, ema_power=1.0, multiplier=1e4, bias_power=8.0)
+    averaged = AveragedReference(policy, interval=1, bema=bema)
+    name = "model.model.norm.weight"
+    reference, followed = averaged.pairs[name]
+    with torch.no_grad():
+        followed.fill_(2.0)
+        for _ in range(1000):
+            averaged.observe({})
+    expected = 1.0
+    for t in range(1, 1001):
+        expected += (2.0 - expected) / (10 + 1e4 * t)
+    assert expected - 1 < 2**-8  # half of a step between bfloat16 numbers at 1
+    assert averaged.average[name].dtype == torch.float32
+    assert averaged.average[name].mean().item() == pytest.approx(expected, abs=1e-5)
+    assert torch.equal(reference, torch.ones_like(reference))
+
+
+def test_an_averaged_reference_is_part_of_a_checkpoint(tmp_path):
+    fields = {
+        "model": str(save_model(tmp_path / "start")),
+        "data": str(write_rows(tmp_path / "x.jsonl", sums(24))),
+        "ref_model_sync_steps": 2,
+        "bema": Bema(update_freq=1, lag=2),
+        "dtype": "bfloat16",
+    }
+    (whole, again), (metrics, metrics_again) = resumed(fields, tmp_path, "dpo")
+    assert whole == again and metrics == metrics_again
+    (mixed, _), _ = resumed({**fields, "bema": Bema()}, tmp_path / "mixed", "dpo")
+    assert mixed != whole
+
+
+def test_weights_of_a_reference_in_a_checkpoint_of_an_older_version_are_refused():
+    synced = SyncedReference(Policy(make_model("llama")), interval=1, alpha=1.0)
+    with pytest.raises(ValueError, match=r"^resume: burnish 0\.2\.0 kept the weights"):
+        synced.load_state_dict({"steps": 1, "weights": []})
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -35,6 +35,7 @@ QUICK = ("sft", "dpo")
 # those that gather and sum in other groups are here: a policy alone and beside its reference or
 # teacher, two names of one weight, adapters and a new head.
 WRAPPED = ("dpo_adapters", "dpo_adapters_copy", "dpo_tied", "reward_adapters", "distill_top_k")
+FOLLOWING = ("dpo_synced", "dpo_averaged")
 ROWS = ("kto", "distill", "dpo_precomputed", "orpo", "cpo", "reward", "prm", "grpo")
 FOUR, FOUR_REST = ("kto", "distill"), ("sft", "dpo")
 PAIRED, PAIRED_REST = (
@@ -44,6 +45,10 @@ PAIRED, PAIRED_REST = (
 CASES = [
     *each_of(QUICK, 2, 2),
     *each_of(WRAPPED, 2, 2, marks=slow),
+    *each_of(FOLLOWING, 2, 2, marks=slow),
+    *each_of(("tpo",), 2, 1, marks=slow),
+    *each_of(("tpo",), 2, 2, marks=exhaustive),
+    *each_of(FOLLOWING, 4, 2, marks=exhaustive),
     *each_of(FOUR, 4, 4, marks=slow),
     *each_of(PAIRED, 4, 2, marks=slow),
     *each_of(ROWS, 2, 2, marks=exhaustive),
@@ -53,6 +58,7 @@ CASES = [
 # Split over two, in copies or shards. Ranks that split a model have the same rows, whatever these
 # are.
 SPLIT_CASES = [
+    *each_of(("dpo_averaged",), 2, 1, marks=slow),
     *each_of(("sft",), 2, 1),
     *each_of(("kto", "distill", "dpo_tied", "reward", "distill_top_k"), 2, 1, marks=slow),
     *each_of(("sft",), 4, 1, marks=slow),

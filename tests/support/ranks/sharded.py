@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from burnish.loops.config import Lora, Parallel, Teacher
+from burnish.loops.config import Bema, Lora, Parallel, Teacher
 from burnish.loops.recipes.distill import open_distill
 from burnish.loops.recipes.grpo import open_grpo
 from burnish.loops.recipes.kto import open_kto
@@ -72,10 +72,18 @@ RUNS = {
     "dpo_precomputed": (open_dpo, DPO, "pairs", {"reference": "precompute"}),
     "dpo_adapters": (open_dpo, DPO, "pairs", {"lora": Lora(r=4)}),
     "dpo_adapters_copy": (open_dpo, DPO, "pairs", {"lora": Lora(r=4), "reference": "copy"}),
+    "dpo_synced": (open_dpo, DPO, "pairs", {"ref_model_sync_steps": 1}),
+    "dpo_averaged": (
+        open_dpo,
+        DPO,
+        "pairs",
+        {"ref_model_sync_steps": 2, "bema": Bema(update_freq=1, lag=2)},
+    ),
     "dpo_tied": (open_dpo, DPO, "pairs", {"model": "tied"}),
     "kto": (open_kto, KTO, "feedback", {}),
     "orpo": (open_orpo, ORPO, "pairs", {}),
     "cpo": (open_cpo, CPO, "pairs", {"loss": "alpha_po"}),
+    "tpo": (open_cpo, CPO, "triples", {"nll_of": "reference", "nll": 0.5}),
     "reward": (open_reward, Reward, "pairs", {}),
     "reward_adapters": (open_reward, Reward, "pairs", {"lora": Lora(r=4)}),
     "prm": (open_prm, PRM, "steps", {}),
@@ -127,6 +135,11 @@ def prepare(directory):
         for i in range(ROWS)
     ]
     write_rows(directory / "pairs.jsonl", pairs)
+    golds = [*pairs[1:], pairs[0]]
+    triples = [
+        {**pair, "reference": gold["chosen"]} for pair, gold in zip(pairs, golds, strict=True)
+    ]
+    write_rows(directory / "triples.jsonl", triples)
     write_rows(directory / "prompts.jsonl", [{"prompt": pair["prompt"]} for pair in pairs])
     write_rows(
         directory / "messages.jsonl",
