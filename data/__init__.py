@@ -25,6 +25,7 @@ from .encode import (
     encode_scores as encode_scores,
     encode_stepwise as encode_stepwise,
     encode_supervised as encode_supervised,
+    encode_triples as encode_triples,
     encode_unpaired as encode_unpaired,
     example as example,
     step_example as step_example,

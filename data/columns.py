@@ -27,6 +27,7 @@ Checked = TypeVar("Checked")
 SUPERVISED = (("prompt", "completion"), ("messages",), ("conversations",), ("text",))
 # the two share their beginning, the prompt
 PREFERENCE = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+TRIPLES = (("prompt", "chosen", "rejected", "reference"),)  # the last one a gold completion
 UNPAIRED = (("prompt", "completion", "label"), *PREFERENCE)  # true or false, or 1 or 0
 # the steps of one solution, and the label of each
 STEPWISE = (("prompt", "completions", "labels"),)
@@ -237,7 +238,7 @@ def read_row(
         annotation = _annotation(record.get(layout[-1]), layout[-1], len(several))
     if values.get("prompt") == []:  # an empty text is told of later, where it matters
         raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
-    if "chosen" in values:
+    if "chosen" in values and layout not in TRIPLES:
         values = _with_one_prompt(values)
     values = _with_images(record, values, image_folder)
     of_row = str(record.get("system_prompt") or "")

@@ -135,6 +135,16 @@ def encode_preference(
     )
 
 
+def encode_triples(
+    records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
+) -> tuple[Dataset, Accounting]:
+    """Encode preference pairs with a gold completion, as examples with three completions each: the
+    chosen one, the rejected one, and that in the column `reference`, which may be the chosen one
+    again.
+    """
+    return _encode(records, tokenizer, options, columns.TRIPLES, examples.triple)
+
+
 def encode_unpaired(
     records: Parts, tokenizer: "Tokenizer", options: Tokenization = DEFAULT
 ) -> tuple[Dataset, Accounting]:

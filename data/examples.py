@@ -179,8 +179,14 @@ def prompt_only(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Enc
     return EncodedExample(example, truncated=excess > 0, ends=ends)
 
 
-def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
-    """One or more completions of one prompt, no two the same; the assistant's tokens are trained."""
+def completed(
+    row: ParsedRow, encoder: Encoder, *, limit: Tokenization, compared: int | None = None
+) -> EncodedExample:
+    """One or more completions of one prompt, no two the same; the assistant's tokens are trained.
+
+    Args:
+        compared: only so many of them, the first, have to differ.
+    """
     assert row.prompt is not None
     prompt, completions, masks, shortened = encoder.continuations(
         row.prompt, row.completions, row.template_options
@@ -198,7 +204,7 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Encod
     if not all(completions):
         problem = "a completion has no tokens of its own"
         raise BadRow("empty", f"{problem}; fill it in or remove the row")
-    if _repeats(completions):
+    if _repeats(completions[:compared]):
         problem = "two completions have the same tokens, so neither is preferred"
         raise BadRow("identical", f"{problem}; remove the row")
     for value in row.completions:
@@ -213,7 +219,7 @@ def completed(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> Encod
     ends = set().union(*map(encoder.end_tokens, completions, masks))
     excess = limit.excess(full)
     cut = _cut(full, excess, limit)
-    if excess and _repeats(cut.completions):
+    if excess and _repeats(cut.completions[:compared]):
         raise _identical_after_truncation(limit)
     return EncodedExample(cut, excess > 0, shortened, row.annotation, ends=tuple(ends))
 
@@ -225,6 +231,16 @@ def pair(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExa
     asked = _asked(encoded.example)
     statement = _digest(*asked, chosen, rejected)
     contradiction = _digest(*asked, rejected, chosen)
+    return encoded._replace(digests=(statement, contradiction))
+
+
+def triple(row: ParsedRow, encoder: Encoder, *, limit: Tokenization) -> EncodedExample:
+    """A pair and a third completion, as `encode_triples` describes it."""
+    encoded = completed(row, encoder, limit=limit, compared=2)
+    asked = _asked(encoded.example)
+    chosen, rejected, gold = encoded.example.completions
+    statement = _digest(*asked, chosen, rejected, gold)
+    contradiction = _digest(*asked, rejected, chosen, gold)
     return encoded._replace(digests=(statement, contradiction))
 
 

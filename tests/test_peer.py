@@ -50,6 +50,11 @@ ONLINE = {"temperature": 1.0, "max_new_tokens": 12}
 # Micro-batches of two, of rows of very different lengths.
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
 APO, CUT = {"loss_type": "apo_zero_unpaired"}, {"max_length": 60}
+# The third completion is the chosen one in every third row.
+TRIPLES = [
+    {**row, "reference": row["chosen"] if i % 3 == 0 else other["chosen"]}
+    for i, (row, other) in enumerate(zip(UNEVEN, uneven_pairs(24, seed=5), strict=True))
+]
 # Each of 16 tokens, its EOS included: two in a row of 32.
 TEXTS = [{"text": "".join(random.Random(i).choices("abcdefg", k=15))} for i in range(16)]
 PACKED = {
@@ -95,6 +100,8 @@ CASES = {
     "dpo after a warmup": ("dpo", PAIRS, {"lr_scheduler_type": "cosine", "warmup_steps": 0.3}),
     "dpo at a constant rate": ("dpo", PAIRS, {"warmup_steps": 2}),
     "cpo": ("cpo", PLAIN, {"label_smoothing": 0.1}),
+    "tpo": ("cpo", TRIPLES, {"tpo_alpha": 0.7, "beta": 0.2, "label_smoothing": 0.1}),
+    "tpo, by the token": ("cpo", TRIPLES, {"loss_type": "tpo-l", "tpo_l_gamma": 0.4, "beta": 2.0}),
     "cpo by alphapo": ("cpo", PLAIN, {"loss_type": "alphapo", "alpha": 0.3}),
     "distill": ("distill", COMPLETIONS, {"lmbda": 0.0, "beta": 0.3, "temperature": 0.9}),
     "distill on-policy": (
@@ -181,7 +188,8 @@ CASES = {
     ),
 }
 # Of the peer, where it is not the recipe's.
-PEERS = {"distill on-policy": "trl:Distillation"}
+TPO = "trl.experimental.tpo:TPO"
+PEERS = {"distill on-policy": "trl:Distillation", "tpo": TPO, "tpo, by the token": TPO}
 # The peer has conversations, or prompts, where ours reads their parts.
 ROWS_OF_PEERS = {
     "distill": [{"messages": row["prompt"] + row["completion"]} for row in COMPLETIONS]

@@ -494,12 +494,26 @@ def contrast(trl: Translation) -> Fields:
     alpha = float(trl["alpha"] or 0)
     if kind == "alphapo":
         return {"loss": "alpha_po", "alpha": alpha, "nll": 0.0}
+    if kind == "tpo-l" or trl["tpo_alpha"] is not None:
+        return _contrast_of_triples(trl, kind)
     losses = {("sigmoid", False): "cpo", ("simpo", False): "simpo", ("simpo", True): "alpha_po"}
     loss = losses.get((kind, bool(alpha)))
     if loss is None:
         name = "loss_type" if trl["loss_type"] else "alpha"
         return trl.refuse(name, f"no loss here is {kind} with alpha {alpha}")
     return {"loss": loss, "alpha": alpha} if alpha else {"loss": loss}
+
+
+def _contrast_of_triples(trl: Translation, kind: object) -> Fields:
+    """TPO's losses, whose NLL is that of the column `reference`; without a coefficient, there is none."""
+    losses = {"sigmoid": "cpo", "tpo-l": "simpo"}
+    if kind not in losses:
+        return trl.refuse("loss_type", nearest("there is no", str(kind), losses))
+    nll = 1.0 if trl["tpo_alpha"] is None else float(trl["tpo_alpha"])
+    fields: Fields = {"loss": losses[str(kind)], "nll": nll}
+    if nll:
+        fields["nll_of"] = "reference"
+    return fields
 
 
 def policy_loss(trl: Translation) -> Fields:

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...data import Encode, encode_preference
+from ...data import Encode, encode_preference, encode_triples
 from ...objectives import (
     f_divergence_score,
     length_desensitized_sum,
@@ -25,6 +25,7 @@ from ..runs.teacher import open_teacher
 from ..runs.training import Training
 from ..train.losses import (
     CHOSEN,
+    GOLD,
     PAIR_METRICS,
     REJECTED,
     Term,
@@ -73,7 +74,8 @@ def open_cpo(config: CPO) -> Training:
     mix: dict[str, float] = {config.loss: 1.0}
     if config.nll:
         mix["nll"] = config.nll
-    return _open(config, parse_losses(mix, shared, PAIR_LOSSES, of=CHOSEN))
+    of = GOLD if config.nll_of == "reference" else CHOSEN
+    return _open(config, parse_losses(mix, shared, PAIR_LOSSES, of=of))
 
 
 def open_orpo(config: ORPO) -> Training:
@@ -97,7 +99,9 @@ def _metrics(config: DPO | CPO | ORPO) -> dict[str, Term]:
 
 
 def encoder(config: DPO | CPO | ORPO) -> Encode:
-    """The encoder of pairs."""
+    """The encoder of pairs, or of pairs with a third completion."""
+    if isinstance(config, CPO) and config.nll_of == "reference":
+        return encode_triples
     return encode_preference
 
 

@@ -141,6 +141,15 @@ class CPO(Pairs, OfflineConfig):
     """Coefficient of the NLL per token of the chosen completions; SimPO and AlphaPO have none
     (0).
     """
+    nll_of: Literal["chosen", "reference"] = "chosen"
+    """Whose NLL that is: the chosen completion's, or the one of a third completion, a gold one, in
+    the column `reference` of the data (TPO: Saeidi et al. 2024, arXiv:2405.16681; with simpo, its
+    TPO-L)."""
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.nll_of == "reference" and not self.nll:
+            yield "nll_of: the coefficient nll is 0, so no gold completion is learned from; leave nll_of out"
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ Loss = Callable[..., tuple[Tensor, Stats]]
 Tensors = dict[tuple[str, str], Tensor]  # (unit, name) -> one entry per unit
 TensorReader = Callable[[nn.Module, Batch], Tensors]
 
-CHOSEN, REJECTED = 0, 1
+CHOSEN, REJECTED, GOLD = 0, 1, 2
 
 
 def tensor_parameters(function: Callable[..., object]) -> list[inspect.Parameter]:

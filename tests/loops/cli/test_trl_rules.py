@@ -674,6 +674,13 @@ TWO_DEVICES = {
             {"loss": "simpo", "gamma": 1.0, "nll": 0.0},
         ),
         ("cpo", {"loss_type": "simpo", "alpha": 0.3}, {"loss": "alpha_po", "alpha": 0.3}),
+        ("cpo", {"tpo_alpha": 0.5}, {"loss": "cpo", "nll": 0.5, "nll_of": "reference"}),
+        ("cpo", {"tpo_alpha": 0.0}, {"loss": "cpo", "nll": 0.0}),
+        (
+            "cpo",
+            {"loss_type": "tpo-l", "tpo_l_gamma": 0.4},
+            {"loss": "simpo", "nll": 1.0, "nll_of": "reference", "gamma": 0.4},
+        ),
         ("reward", {"center_rewards_coefficient": 0.01}, {"centering": 0.01}),
         ("grpo", {"loss_type": "dapo"}, {"variant": "grpo", "weighting": "token_mean"}),
         ("grpo", {"loss_type": "dr_grpo", "scale_rewards": False}, None),
