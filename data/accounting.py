@@ -21,10 +21,16 @@ NOTES = {
     "_shortened": Value("bool"),
     "_special": Value("bool"),
     "_keeps_system": Value("bool"),
+    "_unknown": Value("int64"),  # tokens that stand for text without tokens
     "_digests": List(Value("int64")),  # of what the row says, and of what would contradict it
     "_ends": List(Value("int32")),  # of the completions
     "_row": Value("int64"),  # of the records
 }
+
+# The share of a text's tokens that may be unknown before a run warns. A tokenizer of the text's
+# language is well below: SentencePiece covers all but 0.05 % of the characters of its corpus, by
+# default. Of another script nearly all is unknown, so that a twentieth of such rows is told too.
+MAX_UNKNOWN = 0.05
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class Accounting:
         truncated: examples that `max_length` shortened.
         skipped: rows left out, by kind (`"identical after truncation"`, `"fully masked"`, `"prompt
             too long"`, ...).
-        first: by the same kinds, where the first such row is and what is wrong with it; and where
-            that of "special" is.
+        first: by the same kinds, where the first such row is and what is wrong with it; where that
+            of "special" is; and as "unknown", where the row with the most unknown tokens is.
         shortened: examples whose prompt lost its last tokens to the completion: a token spans the
             two, or the chat template renders a prompt alone differently.
         special: examples with the text of a special token in a message.
@@ -51,6 +57,7 @@ class Accounting:
         labels: how many completions are desirable and undesirable, where there are such labels.
         total_tokens, trained_tokens: of the rows kept; a shared prompt counts once.
         images, image_tokens: those of the examples, and how many of the tokens they are.
+        unknown_tokens: those of the rows kept that stand for text without tokens, such as `<unk>`.
         end_tokens: those that end the completions of rows kept, or would end an answer to their
             prompts, in order.
         unused: columns that nothing reads.
@@ -74,6 +81,7 @@ class Accounting:
     trained_tokens: int = 0
     images: int = 0
     image_tokens: int = 0
+    unknown_tokens: int = 0
     max_length: int | None = None
     end_tokens: tuple[int, ...] = ()
     unused: tuple[str, ...] = ()
@@ -104,6 +112,23 @@ class Accounting:
             text += f"; {self.images:,} images, {self.image_tokens:,} of the tokens"
         return text
 
+    @property
+    def unknown_share(self) -> float:
+        """The share of the text's tokens that are unknown; image tokens are none of the text."""
+        return self.unknown_tokens / max(1, self.total_tokens - self.image_tokens)
+
+    def warnings(self) -> list[str]:
+        """What is likely wrong with all of the data, though each row can be trained on."""
+        told = []
+        for part in self.parts or (self,):
+            if part.unknown_share > MAX_UNKNOWN:
+                told.append(
+                    f"{part.source}: the tokenizer does not know {part.unknown_share:.0%} of the "
+                    f"tokens, most of them in {part.first['unknown']}, and the model can't tell one "
+                    "from another; take a model whose tokenizer knows this language or script"
+                )
+        return told
+
     def _facts(self) -> list[str]:
         """What is to be known of the rows, a line each."""
         facts = []
@@ -119,6 +144,11 @@ class Accounting:
         for fact, count in counts.items():
             if count:
                 facts.append(f"{count:,} {fact}")
+        if self.unknown_tokens:
+            unknown = (
+                f"{self.unknown_tokens:,} unknown tokens, {self.unknown_share:.1%} of the text's"
+            )
+            facts.append(f"{unknown}; most of them: {self.first['unknown']}")
         if self.labels:
             labels = ", ".join(f"{count:,} {label}" for label, count in self.labels.items())
             if not all(self.labels.values()):
@@ -162,6 +192,10 @@ def summarize(
     special = pc.index(table["_special"], True).as_py()
     if special >= 0:  # else there is none
         first["special"] = records.where(rows[special].as_py())
+    unknown = _total(table["_unknown"])
+    if unknown:
+        most = pc.index(table["_unknown"], pc.max(table["_unknown"])).as_py()
+        first["unknown"] = records.where(rows[most].as_py())
     # a row that is skipped has no tokens
     trained = pc.list_flatten(pc.list_flatten(table["trained"]))
     image_lengths = _image_lengths(table)
@@ -190,6 +224,7 @@ def summarize(
         trained_tokens=_total(trained),
         images=len(image_lengths),
         image_tokens=int(image_lengths.sum()),
+        unknown_tokens=unknown,
         max_length=max_length,
         end_tokens=tuple(sorted(ends)),
         unused=tuple(unused),

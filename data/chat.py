@@ -520,6 +520,14 @@ class Encoder:
         return re.search(rf"\b{re.escape(name)}\b", self._source) is not None
 
     @cached_property
+    def unknown(self) -> int | None:
+        """The token that stands for text without tokens; None for a tokenizer of bytes."""
+        tokenizer = self.tokenizer
+        if tokenizer.unk_token in (None, tokenizer.bos_token, tokenizer.eos_token):
+            return None  # GPT-2, which knows every text, names its end token so
+        return tokenizer.unk_token_id
+
+    @cached_property
     def special(self) -> frozenset[int]:
         """The ids of special tokens; `all_special_ids` lacks such as <|im_start|>."""
         special = set(self.tokenizer.all_special_ids)

@@ -512,6 +512,7 @@ def _encode_rows(
             notes["_shortened"] = one.shortened
             notes["_digests"] = one.digests
             notes["_ends"] = one.ends
+            notes["_unknown"] = _occurrences(encoder.unknown, one.example)
             # The last of one name wins: a column of the records may be called `prompt` too.
             values = {
                 **record,
@@ -522,6 +523,13 @@ def _encode_rows(
             for name, column in out.items():
                 column.append(values.get(name))
     return pa.table(out, schema)
+
+
+def _occurrences(token: int | None, example: Example) -> int:
+    """How often a token is in the prompt and the completions."""
+    if token is None:
+        return 0
+    return sum(ids.count(token) for ids in (example.prompt, *example.completions))
 
 
 def _arrays(example: Example) -> dict[str, object]:

@@ -9,6 +9,7 @@ import datasets
 import pytest
 from burnish.data import DataError
 from burnish.loops.cli import main
+from burnish.loops.recipes.demo import save_start
 from burnish.objectives import PerToken, Stats
 from tiny import save_model, sums, write_rows
 
@@ -201,6 +202,15 @@ def test_a_bad_row_is_named_with_its_fix(model, said):
     with pytest.raises(DataError) as refused:
         burnish.dpo(model, [*sums(2), same])
     said("A row can't be trained on", str(refused.value))
+
+
+@symptom("The tokenizer does not know the text")
+def test_text_without_tokens_is_told(said, tmp_path):
+    save_start(tmp_path, seed=0)  # it knows digits, + and =
+    greetings = ["доброе утро", "добрый день", "добрый вечер"]
+    rows = [{"prompt": "2+2=", "completion": text} for text in greetings]
+    burnish.sft(str(tmp_path), rows, steps=1)
+    said("The tokenizer does not know the text")
 
 
 @symptom("A setting is unknown")

@@ -384,6 +384,7 @@ def open_run(
         data, accounting = encoded(records[0])
     else:
         data, accounting = stream.open(0), stream.accounting
+        _warn(accelerator, accounting)
     eval_data: Dataset | None = None
     eval_accounting: Accounting | None = None
     if records[1]:
@@ -422,7 +423,14 @@ def _encoded(
     """Encoded rows; the main process encodes them first, and the others find them in its cache."""
     data, accounting = main_first(accelerator, encode)
     accelerator.print(hide(str(accounting)))
+    _warn(accelerator, accounting)
     return data, accounting
+
+
+def _warn(accelerator: Accelerator, accounting: Accounting) -> None:
+    if accelerator.is_main_process:
+        for warning in accounting.warnings():
+            log.warning("%s", hide(warning))
 
 
 def _end_tokens(

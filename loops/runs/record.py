@@ -227,6 +227,7 @@ def _counts(part: Accounting) -> Entry:
         "truncated": part.truncated,
         "tokens": part.total_tokens,
         "trained_tokens": part.trained_tokens,
+        "unknown_tokens": part.unknown_tokens,
     }
 
 

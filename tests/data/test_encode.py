@@ -18,6 +18,8 @@ from burnish.data import (
 )
 from burnish.data import encode as encoding
 from datasets import Dataset
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 USER = {"role": "user", "content": "What is 2+2?"}
 ANSWER = {"role": "assistant", "content": "four"}
@@ -428,6 +430,58 @@ def test_prompts_that_give_up_tokens_are_counted(byte_tokenizer) -> None:
     accounting = encode_supervised(rows, byte_tokenizer())[1]
     assert accounting.shortened == 1
     assert "1 where the prompt's last tokens went to the completion" in str(accounting)
+
+
+def letters(**special: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of the letters a to e; all others are unknown."""
+    tokens = ["<unk>", "<end>", *"abcde"]
+    core = Tokenizer(models.WordLevel({token: n for n, token in enumerate(tokens)}, "<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, **{"unk_token": "<unk>", "eos_token": "<end>", **special}
+    )
+
+
+def test_tokens_that_are_unknown_are_counted_and_warned_of() -> None:
+    # With its end each row of letters has 20 tokens: here 2 of 40 are unknown, which is 5 %.
+    known = {"prompt": "abcde" * 3, "completion": "abcd"}
+    rows = [known, {"prompt": "abcde" * 3, "completion": "yabz"}]
+    few = encode_supervised(rows, letters())[1]
+    assert (few.unknown_tokens, few.total_tokens) == (2, 40)
+    assert "2 unknown tokens, 5.0% of the text's; most of them: records row 2" in str(few)
+    assert few.warnings() == []
+    rows += [{"prompt": "abcde" * 3, "completion": "xyzz"}, known]
+    more = encode_supervised(rows, letters())[1]
+    assert more.unknown_tokens == 6
+    assert more.warnings() == [
+        "records: the tokenizer does not know 8% of the tokens, most of them in records row 3, and "
+        "the model can't tell one from another; take a model whose tokenizer knows this language "
+        "or script"
+    ]
+
+
+def test_each_part_of_a_mixture_warns_for_itself(tmp_path) -> None:
+    english = tmp_path / "english.jsonl"
+    english.write_text('{"prompt": "abcde", "completion": "abc"}\n' * 100)
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "жук", "completion": "лук"}\n')
+    account = encode_supervised({str(english): 1, str(other): 1}, letters())[1]
+    assert account.unknown_share < 0.01
+    (warning,) = account.warnings()
+    assert warning.startswith("other.jsonl: the tokenizer does not know 86% of the tokens")
+
+
+def test_rows_that_are_left_out_have_no_unknown_tokens() -> None:
+    rows = [{"prompt": "abcde", "completion": "abc"}, {"prompt": "zz", "completion": ""}]
+    account = encode_supervised(rows, letters(), Tokenization(on_bad_row="skip"))[1]
+    assert account.unknown_tokens == 0 and "unknown" not in str(account)
+
+
+def test_an_unknown_token_that_ends_texts_is_no_sign_of_unknown_text() -> None:
+    account = encode_supervised(
+        [{"prompt": "ab", "completion": "a"}], letters(unk_token="<end>", eos_token="<end>")
+    )[1]
+    assert account.unknown_tokens == 0
 
 
 def test_data_without_a_good_row_is_an_error_whatever_the_policy(byte_tokenizer) -> None:
