@@ -4,8 +4,9 @@
     python tests/mutation.py --room kernels [--sample 60] [files of kernels/ ...]         ... mutation_kernels.json
 
 A mutant differs from the source in one comparison, operator, constant, sign, condition, or
-function. It is caught if any of its file's tests fails, or does not end: those of
-`tests/objectives` named after it, or of the peer comparisons; for torch's files of the kernels
+function, lacks a term of a sum or a check, or hands on two arguments in the wrong order. It is
+caught if any of its file's tests fails, or does not end: those of `tests/objectives` named after
+it, of what all objectives refuse, or of the peer comparisons; for torch's files of the kernels
 those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch loaded, the
 tests that caught one before first. A sample is spread evenly over all mutants of the files, the
 same in every run.
@@ -61,6 +62,8 @@ FUNCTIONS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "minim
              "log1p": "log", "expm1": "exp", "sum": "mean", "mean": "sum", "detach": "clone", "logsigmoid": "sigmoid",
              "sequence_sum": "sequence_mean", "sequence_mean": "sequence_sum", "square": "abs", "any": "all",
              "all": "any"}  # fmt: skip
+# whose first arguments may change places, or must not for the types of Python
+SYMMETRIC = {"min", "max", "minimum", "maximum", "logaddexp", "isinstance"}
 
 
 def places(source: str) -> Iterator[tuple[int, int]]:
@@ -95,19 +98,40 @@ def _count(node: ast.AST) -> int:
     match node:
         case ast.Compare(ops=ops):
             return sum(type(op) in COMPARISONS for op in ops)
+        case ast.BoolOp() | ast.Expr(value=ast.Call()):
+            return 1
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return 3
         case ast.BinOp(op=op):
             return int(type(op) in OPERATORS)
         case ast.UnaryOp(op=ast.USub() | ast.Not() | ast.Invert()):
             return 1
-        case ast.Constant(value=value):
-            return int(isinstance(value, int | float))
+        case ast.Constant(value=bool()):
+            return 1
+        case ast.Constant(value=0):  # dimension −1 of a vector is its dimension 0
+            return 1
+        case ast.Constant(value=int() | float()):
+            return 2
         case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
-            return int(name in FUNCTIONS)
+            return int(name in FUNCTIONS) + len(_swappable(node, name))
         case ast.IfExp() | ast.If():
             return 1
         case ast.keyword(arg="min" | "max" as name):
             return int(name is not None)
     return 0
+
+
+def _swappable(call: ast.Call, name: str) -> list[int]:
+    """Positions of positional arguments that may change places with the next one."""
+    if name in SYMMETRIC:
+        return []
+
+    def holds_value(argument: ast.expr) -> bool:
+        is_name_of_caller = isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        return not is_name_of_caller and not isinstance(argument, ast.Starred)
+
+    pairs = enumerate(itertools.pairwise(call.args))
+    return [place for place, pair in pairs if all(map(holds_value, pair))]
 
 
 def _apply(node: ast.AST, change: int) -> str:
@@ -116,18 +140,32 @@ def _apply(node: ast.AST, change: int) -> str:
         case ast.Compare():
             place = [i for i, op in enumerate(node.ops) if type(op) in COMPARISONS][change]
             node.ops[place] = COMPARISONS[type(node.ops[place])]()
-        case ast.BinOp():
+        case ast.BoolOp():
+            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        case ast.Expr():  # a check
+            node.value = ast.Constant(None)
+        case ast.BinOp() if change == 0:
             node.op = OPERATORS[type(node.op)]()
+        case ast.BinOp() if change == 1:
+            node.left = ast.Constant(0)
+        case ast.BinOp():
+            node.right = ast.Constant(0)
         case ast.UnaryOp():
             node.op = ast.UAdd() if isinstance(node.op, ast.USub) else ast.Not()
             if isinstance(node.op, ast.Not):
                 node.operand = ast.UnaryOp(ast.Not(), node.operand)
+        case ast.Constant(value=bool()):
+            node.value = not node.value
         case ast.Constant():
-            node.value = (not node.value) if isinstance(node.value, bool) else node.value + 1
-        case ast.Call(func=ast.Attribute() as function):
-            function.attr = FUNCTIONS[function.attr]
-        case ast.Call(func=ast.Name() as function):
-            function.id = FUNCTIONS[function.id]
+            node.value += 1 if change == 0 else -1
+        case ast.Call(func=ast.Attribute() | ast.Name() as function):
+            key = "attr" if isinstance(function, ast.Attribute) else "id"
+            name = getattr(function, key)
+            if change == 0 and name in FUNCTIONS:
+                setattr(function, key, FUNCTIONS[name])
+            else:
+                first = _swappable(node, name)[change - int(name in FUNCTIONS)]
+                node.args[first : first + 2] = reversed(node.args[first : first + 2])
         case ast.IfExp() | ast.If():
             node.test = ast.UnaryOp(ast.Not(), node.test)
         case ast.keyword():
@@ -142,6 +180,9 @@ QUIET = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAsser
 UNTYPED = ["-o", "addopts=--import-mode=importlib"]
 TYPED = ["--numprocesses=0", "-m", ""]
 PROCESSOR_SECONDS, SECONDS = 120, 900  # of all tests of a file: what takes longer does not end
+
+
+REFUSED = "tests/objectives/test_types.py"  # what every objective refuses
 
 
 def caught(room: str, name: str, source: str, tree: Path) -> bool:
@@ -162,9 +203,11 @@ def caught(room: str, name: str, source: str, tree: Path) -> bool:
             return any(
                 not passes([*stage, *options], target, tree, plugins=False) for stage in files
             )
-        quick, shared = _tests(Path(name).stem)
-        return not passes(quick, target, tree, plugins=False) or not passes(
-            [*quick, *shared], target, tree
+        quick, peers = _tests(Path(name).stem)
+        return (
+            not passes(quick, target, tree, plugins=False)
+            or not passes([REFUSED], target, tree, plugins=False)
+            or not passes([*quick, *peers], target, tree)
         )
     finally:
         target.write_text(original)
@@ -186,7 +229,12 @@ def passes(tests: list[str], target: Path, tree: Path, *, plugins: bool = True) 
         os.dup2(sys.stdout.fileno(), 1)
         os.dup2(sys.stdout.fileno(), 2)
         os.chdir(tree)
+        sys.dont_write_bytecode = False  # what is not broken is compiled once
         sys.path.insert(0, str(tree))
+        # that of an editable installation may come before the path
+        sys.meta_path[:] = [
+            f for f in sys.meta_path if "Editable" not in getattr(f, "__name__", "")
+        ]
         try:
             os.environ["PYTHONPATH"] = str(tree)  # of the processes that tests start
             os.environ |= {} if plugins else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -254,6 +302,7 @@ def main(room: str, names: list[str], sample: int | None) -> None:
             selected, survivors = [place for file, place in chosen if file == name], []
             if selected:
                 assert not caught(room, name, source, tree), f"the tests of {name} fail as they are"
+                assert caught(room, name, "raise ImportError", tree), f"no test reads {name}"
             for place in selected:
                 line, change, changed = mutant(source, *place)
                 if not caught(room, name, changed, tree):
@@ -268,9 +317,12 @@ def main(room: str, names: list[str], sample: int | None) -> None:
 
 
 def copy_tree(room: str, tree: Path) -> None:
-    """The part of the repository that the room's tests need, to be broken."""
+    """A package whose room is a copy to be broken, and the room's tests; the rest are links."""
     (tree / "burnish").mkdir()
-    shutil.copy(ROOT / "__init__.py", tree / "burnish")
+    for module in ROOT.glob("*.py"):
+        (tree / "burnish" / module.name).symlink_to(module)
+    for package in {init.parent for init in ROOT.glob("*/__init__.py")} - {ROOT / room}:
+        (tree / "burnish" / package.name).symlink_to(package)
     shutil.copy(ROOT / "pyproject.toml", tree)
     no_cache = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / room, tree / "burnish" / room, ignore=no_cache)
@@ -281,9 +333,6 @@ def copy_tree(room: str, tree: Path) -> None:
         # whose group failed, and so the test
         forked = tree / "tests" / "support" / "processes" / "forked.py"
         forked.write_text(forked.read_text().replace("GRACE = 60.0", "GRACE = 0.0"))
-    else:
-        without = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(ROOT / "benchmarks", tree / "burnish" / "benchmarks", ignore=without)
 
 
 def _tests(stem: str) -> tuple[list[str], list[str]]:
