@@ -407,7 +407,7 @@ def shuffled(x: Tensor, seed: int) -> Tensor:
     return x[torch.randperm(x.shape[0], generator=torch.Generator().manual_seed(seed))]
 
 
-def test_aot_compares_sorted_preferences() -> None:
+def test_aot_equals_its_equation_over_sorted_preferences() -> None:
     c, r, rc, rr = (t.detach() for t in logps(COUPLED[0]))
     policy = sorted((c - r).tolist())
     reference = sorted((rc - rr).tolist())
@@ -422,7 +422,7 @@ def test_aot_compares_sorted_preferences() -> None:
     torch.testing.assert_close(again, loss)
 
 
-def test_aot_unpaired_compares_sorted_rewards() -> None:
+def test_aot_unpaired_equals_its_equation_over_sorted_rewards() -> None:
     c, r, rc, rr = (t.detach() for t in logps(COUPLED[1]))
     by_chosen = dict(zip(sorted((c - rc).tolist()), sorted((r - rr).tolist()), strict=True))
     loss, _ = ob.aot_unpaired(c, r, rc, rr, beta=0.3, label_smoothing=0.125)

@@ -214,6 +214,17 @@ def test_bradley_terry_asks_for_the_margin_and_knows_scores_up_to_a_constant() -
     assert (shifted > rw.centering(chosen - rejected, rejected - chosen)[0]).all()
 
 
+def test_a_regressed_score_rests_at_the_mean_of_what_people_said() -> None:
+    said = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    score = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    loss, _ = rw.score_regression(score.expand(3), said)
+    assert torch.autograd.grad(loss.sum(), score)[0] == 0
+    spread = said.var(unbiased=False)
+    torch.testing.assert_close(loss.mean(), spread)  # what no score explains
+    lower, _ = rw.score_regression(torch.full_like(said, 2.5), said)
+    torch.testing.assert_close(lower.mean(), spread + 0.25)
+
+
 @pytest.mark.parametrize("threshold", [1e-3, 0.75, 30.0])
 def test_a_pair_is_won_tied_or_lost(threshold: float) -> None:
     chosen, rejected = (x.detach() for x in scores(2, size=20))
