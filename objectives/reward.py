@@ -62,6 +62,7 @@ def bradley_terry(
     check_roles("bradley_terry", {"chosen": chosen, "rejected": rejected})
     if isinstance(margin, Tensor):
         same_shape("bradley_terry", chosen=chosen, margin=margin)
+        check_roles("bradley_terry", {"chosen": chosen, "rejected": rejected}, margin=margin)
     else:
         require(
             "bradley_terry", -math.inf < margin < math.inf, "margin must be finite, got {}", margin

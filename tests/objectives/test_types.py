@@ -54,12 +54,12 @@ LOSSES = [f for f in vars(ob).values() if inspect.isfunction(f) and is_loss(f)]
 
 
 def tensors_of(loss: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters that are floating-point tensors without a default, and their annotations."""
+    """The parameters that may be floating-point tensors, and the annotations of such tensors."""
     found = {}
     for parameter in inspect.signature(loss, eval_str=True).parameters.values():
-        of_floats = "float64" in getattr(parameter.annotation, "dtypes", ())
-        if of_floats and parameter.default is parameter.empty:
-            found[parameter.name] = parameter.annotation
+        for annotation in (parameter.annotation, *get_args(parameter.annotation)):
+            if "float64" in getattr(annotation, "dtypes", ()):
+                found[parameter.name] = annotation
     return found
 
 
@@ -124,6 +124,8 @@ def test_the_cases_are_all_of_them() -> None:
     assert {"dpo", "kto", "clipped_surrogate", "reverse_kl", "value_loss"} <= {
         loss.__name__ for loss, _ in SWAPPABLE
     }
+    either = {(loss.__name__, name) for loss, name in SWAPPABLE}
+    assert {("bradley_terry", "margin"), ("step_loss", "label")} <= either
     assert {"dpo", "simpo", "kto", "gspo", "bradley_terry"} <= {
         loss.__name__ for loss, _ in COMPLETIONS
     }
@@ -224,6 +226,7 @@ def test_padded_rows_in_place_of_flat_entries_are_refused(
 
 def same(loss: Any, name: str, unit: str) -> bool:
     annotation = inspect.signature(loss, eval_str=True).parameters[name].annotation
+    annotation = tensors_of(loss).get(name, annotation)
     return bool(unit == str(getattr(annotation, "dim_str", "")).strip())
 
 
