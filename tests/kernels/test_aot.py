@@ -17,7 +17,7 @@ TOOL = Path(__file__).parents[1] / "support" / "tools" / "aot.py"
 CASE = "sm_90 forward bf16 plain"
 # one of most kernels
 PLAIN = "sm_90 ((forward|fold|backward) bf16|divergence (fold|backward reverse KL)) plain"
-OTHERS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942"]
+OTHERS = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120", "gfx942", "gfx950"]
 FULL = "(forward bf16 plain|.* everything)"  # tensor cores, and all that the plain ones do and more
 # Runs it with each list of options in one interpreter; prints, for each, its exit status and its
 # output as JSON.
@@ -94,3 +94,23 @@ def test_what_is_over_the_budget_is_red(cache: Path, tmp_path: Path) -> None:
         f"There is no budget for triton {version}, only for 0" in line for line in of_another
     )
     assert json.loads(other.read_text()) == {"0": {CASE: fewer}, version: figures}
+
+
+@pytest.mark.parametrize("architecture", ["sm_86", "sm_89", "sm_120"])
+@pytest.mark.parametrize(
+    ("figures", "complaint"),
+    [
+        ({"spills": 0, "shared": 66_560}, None),
+        ({"spills": 0, "shared": 16_384}, "two buffers of blocks are 65536"),
+        ({"spills": 0, "shared": 101_377}, "has 101376"),
+    ],
+    ids=["as it is", "one buffer", "too much"],
+)
+def test_the_plain_forward_has_two_buffers_in_the_memory_that_there_is(
+    architecture: str, figures: dict[str, int], complaint: str | None
+) -> None:
+    import aot
+
+    label = f"{architecture} forward bf16 plain"
+    found = list(aot.complaints({label: figures}, {}))
+    assert (found == []) if complaint is None else (len(found) == 1 and complaint in found[0])

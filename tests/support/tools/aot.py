@@ -29,7 +29,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # triton 3.10 has anothe
 
 import torch
 import triton
-from burnish.kernels import triton_divergence, triton_forward, triton_softmax
+from burnish.kernels import launch_table, triton_divergence, triton_forward, triton_softmax
 from burnish.kernels.head import HeadFactors
 from burnish.kernels.softmax import Coefficients, LogitTransform, SoftmaxState
 from torch import Tensor
@@ -56,6 +56,7 @@ ARCHITECTURES = {
     "sm_100": Architecture(GPUTarget("cuda", 100, 32), 232_448),
     "sm_120": Architecture(GPUTarget("cuda", 120, 32), 101_376),
     "gfx942": Architecture(GPUTarget("hip", "gfx942", 64), 65_536),
+    "gfx950": Architecture(GPUTarget("hip", "gfx950", 64), 163_840),
 }
 Figures = dict[str, int]
 launched: set[Any] = set()
@@ -265,6 +266,9 @@ def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> It
             continue
         if now["shared"] > ARCHITECTURES[name].shared:
             yield f"{label}: shared is {now['shared']} bytes, {name} has {ARCHITECTURES[name].shared}"
+        least = _two_buffers(name)
+        if label.endswith(" forward bf16 plain") and now["shared"] < least:
+            yield f"{label}: shared is {now['shared']} bytes, two buffers of blocks are {least}"
         if now["spills"] and _must_not_spill(name, label):
             yield f"{label}: spills are {now['spills']}, a forward kernel must have none on {name}"
         if budget is not None and label not in budget:
@@ -272,6 +276,17 @@ def complaints(found: dict[str, Figures | str], committed: dict[str, Any]) -> It
         for figure, most in (budget or {}).get(label, {}).items():
             if now[figure] > most:
                 yield f"{label}: {figure} are {now[figure]}, the budget is {most}; if worth it, run with --update"
+
+
+def _two_buffers(name: str) -> int:
+    """Bytes of the blocks that the plain forward kernel multiplies in 16 bits, twice: those that
+    are multiplied, and those that arrive meanwhile.
+    """
+    architecture = ARCHITECTURES[name].target.arch
+    rows, columns, depth, *_ = launch_table.launch(
+        architecture, torch.bfloat16, aligned=True, plain=True
+    )
+    return 2 * (rows + columns) * depth * torch.bfloat16.itemsize
 
 
 def _must_not_spill(name: str, label: str) -> bool:
