@@ -180,8 +180,11 @@ PLANS = {
     (86, "bfloat16", "bfloat16", 2048): "triton",
     (89, "float16", "float16", 576): "triton",
     (100, "bfloat16", "bfloat16", 1024): "triton",
+    (103, "bfloat16", "bfloat16", 1024): "triton",
     (120, "bfloat16", "bfloat16", 1024): "triton",
+    (121, "bfloat16", "bfloat16", 1024): "triton",
     ("gfx942", "bfloat16", "bfloat16", 1024): "triton",
+    ("gfx950", "bfloat16", "bfloat16", 1024): "triton",
     (70, "float16", "float16", 576): "triton",  # no row in the launch table
     (75, "float16", "float16", 576): "triton",
 }

@@ -94,14 +94,14 @@ def test_a_budget_saves_products_and_no_bits_change(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(passes, "COLUMNS", 32)
     tile = 48 * 32 * 4
     counts = []
-    for keep_bytes in (0, tile, 5 * tile):
+    for keep_bytes in (0, tile, 5 * tile, 2**40):
         grads, operations = forward_and_backward(CASES["exact_tiles"], keep_bytes=keep_bytes)
         counts.append(operations["aten::addmm"])
         if keep_bytes == 0:
             first = grads
         assert all(torch.equal(grads[name], first[name]) for name in first)
     # Three tiles forward, two products each backward, and those tiles again that were not kept.
-    assert counts == [3 + 6 + 3, 3 + 6 + 2, 3 + 6 + 0]
+    assert counts == [3 + 6 + 3, 3 + 6 + 2, 3 + 6 + 0, 3 + 6 + 0]
 
 
 def test_every_span_that_fits_is_kept_the_last_one_too() -> None:
