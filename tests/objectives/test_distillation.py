@@ -357,6 +357,15 @@ def test_uld_is_blind_to_which_token_is_which_and_bounds_the_distance_from_below
     torch.testing.assert_close(ds.uld(one, many)[0], torch.tensor([2 * 0.999]))
 
 
+def test_positions_do_not_interact_in_uld_and_may_have_any_shape() -> None:
+    student, teacher = (x.log_softmax(-1) for x in logits(6, 5))
+    flat, _ = ds.uld(student, teacher)
+    padded, _ = ds.uld(student.view(2, 3, 5), teacher.view(2, 3, 5))
+    torch.testing.assert_close(padded, flat.view(2, 3), rtol=0, atol=0)
+    alone = [ds.uld(s, t)[0] for s, t in zip(student, teacher, strict=True)]
+    torch.testing.assert_close(torch.stack(alone), flat, rtol=1e-15, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_uld_is_finite_at_extremes_and_padding_adds_nothing(dtype: torch.dtype) -> None:
     corners = [[0.0, -2000.0, -1e4], [-2000.0, 0.0, -50.0], [-1e4, -1e4, 0.0]]

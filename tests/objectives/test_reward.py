@@ -571,6 +571,10 @@ IDS, ID = torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
             "hl_gauss: high must be finite, above low = 1.0, got 1.0",
         ),
         (
+            lambda: rw.hl_gauss(THREE[:, None], THREE, low=1.0, high=math.inf, sigma=0.1),
+            "hl_gauss: high must be finite, above low = 1.0, got inf",
+        ),
+        (
             lambda: rw.histogram_mean(THREE, low=-math.inf, high=1.0),
             "histogram_mean: low must be finite, got -inf",
         ),

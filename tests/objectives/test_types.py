@@ -236,7 +236,7 @@ def test_padded_tokens_in_place_of_flat_ones_are_refused(as_users_run_it: None) 
     for reduce in (ob.sequence_sum, ob.sequence_mean):
         with pytest.raises(
             ValueError,
-            match=r"^sequence_\w+: x must be flat, \[tokens\], got \[2, 4\]; take the .* mask",
+            match=rf"^{reduce.__name__}: x must be flat, \[tokens\], got \[2, 4\]; take the .* mask",
         ):
             reduce(padded, sequence, 2)
     with pytest.raises(ValueError, match=r"^gspo: logp must be flat"):
