@@ -68,7 +68,14 @@ def talkative(given: Path | None, directory: Path) -> Path:
     )
     tokenizer, config = AutoTokenizer.from_pretrained(source), AutoConfig.from_pretrained(source)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    end = max(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    unsaid = special - {tokenizer.eos_token_id}
+    if not unsaid:
+        raise ValueError(
+            f"{source}: its tokenizer knows no special token but the one that ends a completion, and "
+            "completions of one length need another; add one"
+        )
+    end = max(unsaid)
     ids = {"eos_token_id": end, "pad_token_id": pad}
     if given is None:
         torch.manual_seed(0)

@@ -16,7 +16,9 @@ from burnish.benchmarks.peer.sampled import (
 )
 from burnish.benchmarks.peer.trainers import run_provider
 from tiny import save_model, sums, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 
 def pairs(*asked):
@@ -58,6 +60,25 @@ def test_a_talkative_model_has_the_same_weights_and_another_end(model, tmp_path)
     )
     assert tokenizer.pad_token_id == after.generation_config.pad_token_id == 1 != end
     torch.testing.assert_close(after.state_dict(), before.state_dict(), rtol=0, atol=0)
+
+
+def test_a_talkative_model_never_ends_as_it_did(model, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token, tokenizer.unk_token = (
+        "Z",
+        "Y",
+    )  # the last of its special ones, as SmolLM2's
+    last = tokenizer.eos_token_id
+    tokenizer.save_pretrained(model)
+    end = AutoTokenizer.from_pretrained(talkative(model, tmp_path)).eos_token_id
+    assert end == tokenizer.unk_token_id != last
+
+
+def test_a_tokenizer_with_one_special_token_is_refused(model, tmp_path):
+    words = Tokenizer(WordLevel({"a": 0, "end": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end").save_pretrained(model)
+    with pytest.raises(ValueError, match="no special token but the one that ends a completion"):
+        talkative(model, tmp_path)
 
 
 def test_the_reward_is_the_share_of_vowels():
