@@ -27,9 +27,9 @@ class Example(NamedTuple):
     those of the completion, counted on from the prompt.
     """
 
-    prompt: list[int]
-    completions: list[list[int]]
-    trained: list[list[bool]]
+    prompt: Sequence[int]
+    completions: Sequence[Sequence[int]]
+    trained: Sequence[Sequence[bool]]
     images: tuple[ImageRef, ...] = ()
 
 
@@ -126,8 +126,8 @@ def demonstration(
             problem = "no token is left to train on"
             raise BadRow("empty", f"{problem}; give it a completion or remove the row")
         excess = limit.excess(full)
-        ids = full.prompt + full.completions[0]
-        trained = [False] * len(full.prompt) + full.trained[0]
+        ids = [*full.prompt, *full.completions[0]]
+        trained = [*[False] * len(full.prompt), *full.trained[0]]
         kept = slice(excess, None)
         if limit.truncation == "keep_start":
             kept = slice(len(ids) - excess)
@@ -297,12 +297,12 @@ def stepwise(
     return EncodedExample(cut, truncated=excess > 0, annotation=labels)
 
 
-def _last(trained: list[bool]) -> int:
+def _last(trained: Sequence[bool]) -> int:
     """The position of the last trained token."""
     return len(trained) - 1 - trained[::-1].index(True)
 
 
-def _only_last(ids: list[int]) -> list[bool]:
+def _only_last(ids: Sequence[int]) -> list[bool]:
     """A mask of tokens that is true at the last."""
     return [False] * (len(ids) - 1) + [True]
 
@@ -454,11 +454,11 @@ def _identical_after_truncation(limit: Tokenization) -> BadRow:
     return BadRow("identical after truncation", f"{problem}, so neither is preferred; {fix}")
 
 
-def _repeats(completions: Sequence[list[int]]) -> bool:
+def _repeats(completions: Sequence[Sequence[int]]) -> bool:
     return len(set(map(tuple, completions))) < len(completions)
 
 
-def _asked(example: Example) -> tuple[list[int], ...]:
+def _asked(example: Example) -> tuple[Sequence[int], ...]:
     """What a completion answers, as numbers: the prompt, and each of its images."""
     return (example.prompt, *(list(image.key) for image in example.images))
 

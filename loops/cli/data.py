@@ -66,7 +66,7 @@ def _texts(
     of_all = f"{tokens:,} tokens, {trained:,} of them trained"
     yield Text(of_all if example.completions else of_prompt, style="dim")
     yield from _images(example)
-    yield Text(str(tokenizer.decode(example.prompt)), style="dim")
+    yield Text(str(tokenizer.decode(list(example.prompt))), style="dim")
     names = _names(len(example.completions))
     for name, ids, mask in zip(names, example.completions, example.trained, strict=True):
         text = Text(name, style="bold")

@@ -520,7 +520,7 @@ def _completed(
         return Sample(
             task,
             index,
-            asked.prompt,
+            list(asked.prompt),
             tokens,
             trained,
             logprobs,

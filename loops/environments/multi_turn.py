@@ -404,7 +404,7 @@ def _add_turn(sample: Sample, completion: Sample) -> None:
 
 def _add_observation(sample: Sample, messages: Sequence[Message], tokens: Sequence[int]) -> None:
     """Append the environment's messages to a conversation; their tokens are not trained."""
-    sample.tokens += tokens
+    sample.tokens += list(tokens)
     sample.trained += [False] * len(tokens)
     sample.logprobs += [0.0] * len(tokens)
     sample.info["messages"] += messages

@@ -42,7 +42,7 @@ class ImageInputs:
         places = [place for place, token in enumerate(ids) if token == self.token]
         length = places[-1] + 1 - places[0]
         located = image._replace(start=after + places[0], length=length)
-        prompt = example.prompt[:after] + ids + example.prompt[after:]
+        prompt = [*example.prompt[:after], *ids, *example.prompt[after:]]
         return example._replace(prompt=prompt, images=(located,))
 
     def _words(self, count: int) -> list[int]:
@@ -55,7 +55,7 @@ class ImageInputs:
         largest = max(max(map(max, (e.prompt, *e.completions))) for e in examples)
         words = self._words(largest + 1)
 
-        def in_words(ids: list[int]) -> list[int]:
+        def in_words(ids: Sequence[int]) -> list[int]:
             return [words[token] for token in ids]
 
         replaced = []

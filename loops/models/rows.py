@@ -264,7 +264,7 @@ def _segment(example: Example, read: Literal["before", "at"], axes: Axes | None 
     start = len(example.prompt)
     segment = _Segment(list(example.prompt), [list(range(start))], [0] * start, [])
     if axes is not None:
-        segment.positions.extend(axes(example.prompt, _within(example, start)))
+        segment.positions.extend(axes(segment.tokens[:start], _within(example, start)))
     shown = start
     for branch, (completion, trained) in enumerate(
         zip(example.completions, example.trained, strict=True), start=1
@@ -285,7 +285,7 @@ def _segment(example: Example, read: Literal["before", "at"], axes: Axes | None 
         segment.branches.extend([branch] * end)
         shown = start + end
         if axes is not None:
-            whole = axes(example.prompt + completion[:end], _within(example, shown))
+            whole = axes([*example.prompt, *completion[:end]], _within(example, shown))
             for positions, added in zip(segment.positions[1:], whole, strict=True):
                 positions.extend(added[start:])
     return segment._replace(images=_within(example, shown))

@@ -62,19 +62,18 @@ class RewardModel:
         different = list(dict.fromkeys(text for text in texts if text[1]))
         if not different:
             return [None] * len(samples)
-        examples: list[Example] = []  # one in each forward pass
+        passes: list[tuple[list[int], list[list[int]]]] = []  # a prompt and completions of it
         cost = 0
         for text in different:
             prompt, tokens = map(list, text)
             cost += len(tokens)
             # The next completion of the same prompt goes into the same pass, as long as it fits.
-            if not examples or prompt != examples[-1].prompt or cost > self.micro_tokens:
-                examples.append(Example(prompt, [], []))
+            if not passes or prompt != passes[-1][0] or cost > self.micro_tokens:
+                passes.append((prompt, []))
                 cost = len(prompt) + len(tokens)
-            examples[-1].completions.append(tokens)
-            examples[-1].trained.append([True] * len(tokens))
+            passes[-1][1].append(tokens)
         pad = self.scorer.plain.config.get_text_config().pad_token_id
-        marked = [ends_marked(example, pad) for example in examples]
+        marked = [ends_marked(Example(*texts, trained=[]), pad) for texts in passes]
         batches = [collate([example], device=self.scorer.device) for example in marked]
         values = dict(zip(different, scores(self.scorer, batches).tolist(), strict=True))
         return [values.get(text) for text in texts]

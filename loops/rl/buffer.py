@@ -12,9 +12,10 @@ advantages and masks are those of completions, which count once whatever their c
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain, compress
+from itertools import chain
 from zlib import crc32
 
+import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
@@ -26,6 +27,7 @@ from ..batch import Batch, NamedColumns, collate
 from ..models.rows import Layout
 from ..rewards.scoring import RewardFunction
 from ..rewards.table import RewardTable, score
+from ..rollouts.packed import PackedMask, logprobs_array, mask_array, tokens_array
 from ..rollouts.sample import Context, Row, Sample
 
 Rewards = Sequence[RewardFunction | Callable[..., object]]
@@ -78,20 +80,22 @@ class RolloutBuffer:
             self.contexts += sample.contexts
             owners += [number] * len(sample.contexts)
         self.completion_of = torch.tensor(owners, dtype=torch.int64)
-        self.trained = [context.trained for context in self.contexts]
-        counts = torch.tensor([sum(trained) for trained in self.trained], dtype=torch.int64)
+        masks = [torch.from_numpy(mask_array(context.trained)) for context in self.contexts]
+        self.trained = [PackedMask(mask.numpy()) for mask in masks]
+        counts = torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64)
         self.context = torch.arange(len(counts)).repeat_interleave(counts)
         self.scores: RewardTable = score([], self.samples)
         # a plain dict: checkpoints are read without running code
         self.columns: dict[str, Tensor] = {}
         self.version = _newest(self.samples) if version is None else version
-        logprobs: list[float] = []
-        ages: list[int] = []
-        for context in self.contexts:
-            logprobs += compress(context.logprobs, context.trained)
-            ages += compress(_ages(context, self.version), context.trained)
-        self["sampled_logp"] = torch.tensor(logprobs, dtype=dtype)
-        self["age"] = torch.tensor(ages, dtype=dtype)
+        logprobs = [torch.empty(0, dtype=dtype)]
+        ages = [torch.empty(0, dtype=dtype)]
+        for context, mask in zip(self.contexts, masks, strict=True):
+            drawn = torch.from_numpy(logprobs_array(context.logprobs))[mask]
+            logprobs.append(drawn.to(dtype))
+            ages.append(_ages(context, self.version)[mask].to(dtype))
+        self["sampled_logp"] = torch.cat(logprobs)
+        self["age"] = torch.cat(ages)
         untrained = ("aborted", "length") if mask_truncated else ("aborted",)
         self.mask([sample.finish in untrained for sample in self.samples])
 
@@ -146,7 +150,7 @@ class RolloutBuffer:
         self.context = self.context[kept]
         for i, completion in enumerate(self.completion_of.tolist()):
             if masked[completion]:
-                self.trained[i] = [False] * len(self.trained[i])
+                self.trained[i] = PackedMask(np.zeros(len(self.trained[i]), np.bool_))
 
     def sum(self, column: Tensor) -> Tensor:
         """[completions], the sum of a column [tokens] over each of them."""
@@ -249,7 +253,7 @@ class RolloutBuffer:
         than each other.
         """
         # A checksum: the whole would be megabytes from every rank in every step.
-        tokens = [sum(context.tokens) for context in self.contexts]
+        tokens = [int(tokens_array(context.tokens).sum()) for context in self.contexts]
         content = repr((plan, self.lengths.tolist(), tokens))
         of_ranks = gather_object([(crc32(content.encode()), self.reward.tolist())])
         alike = len({checksum for checksum, _ in of_ranks}) == 1
@@ -277,9 +281,11 @@ def _newest(samples: Sequence[Sample]) -> int:
     return max(chain.from_iterable(sample.versions for sample in samples), default=0)
 
 
-def _ages(context: Context, version: int) -> list[int]:
-    """How many versions each token is behind this one; 0 where none is known, of a given token."""
-    ages = [0] * len(context.tokens)
+def _ages(context: Context, version: int) -> Tensor:
+    """int64 [tokens], how many versions each token is behind this one; 0 where none is known, of a
+    given token.
+    """
+    ages = torch.zeros(len(context.tokens), dtype=torch.int64)
     for span in context.spans:
-        ages[span.start : span.end] = [version - span.version] * (span.end - span.start)
+        ages[span.start : span.end] = version - span.version
     return ages

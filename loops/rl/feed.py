@@ -20,7 +20,7 @@ from ..environments.multi_turn import refuse_failing
 from ..models.backbone import evaluating
 from ..rewards.scoring import refuse_broken, refuse_silent
 from ..rewards.table import RewardMonitor, reward_metrics, score
-from ..rollouts.arrays import from_tensors, to_tensors
+from ..rollouts.arrays import from_tensors, packed, to_tensors
 from ..rollouts.sample import Sample, from_record, to_record
 from ..runs.feed import Measure, StepFeed
 from ..runs.liveness import at, may_stand
@@ -207,7 +207,7 @@ class RolloutFeed(StepFeed):
         self.metrics = state["metrics"]
         kept = state["rollout"]
         if kept is not None:
-            samples = list(map(from_record, kept["samples"]))
+            samples = [packed(from_record(record)) for record in kept["samples"]]
             for sample in samples:
                 sample.images = self.context.images(sample.task)
             self.rollout = self._buffer(samples, self.step // self.steps_per_rollout)

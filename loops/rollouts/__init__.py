@@ -1,7 +1,8 @@
 """Rollouts: samples of the policy, each with the weights that every token was drawn from.
 
 sample                   one completion, its request, and the checks of both
-arrays                   samples as tensors, as they go from one rank to the others
+packed                   numbers of samples in few bytes
+arrays                   samples packed, and as tensors that go from one rank to the others
 source                   the contract of every source of completions
 stop_words               words that end a completion
 retries                  failed requests, repeated one completion at a time

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..lines import damaged_of, parse, sift
+from .arrays import packed
 from .sample import Request, Sample, check_request, check_sample, from_record, to_record
 from .source import NamedWeights, refuse_closed
 
@@ -126,7 +127,7 @@ def open_sample_log(
         rows = []
         table = Table(*columns, title=f"rollout {number}", title_justify="left")
         for sample in samples[:: max(1, len(samples) // _SHOWN)][:_SHOWN]:
-            prompt = str(decode(sample.prompt))[-_LONGEST:]
+            prompt = str(decode(list(sample.prompt)))[-_LONGEST:]
             rewards = _rewards_in_words(sample)
             # Text: rich would take [brackets] in a completion for markup
             table.add_row(str(sample.task), Text(prompt), Text(sample.text[:_LONGEST]), rewards)
@@ -185,7 +186,7 @@ class ReplaySource:
     overlaps = stored = True
 
     def __init__(self, samples: Iterable[Sample], *, conversations: bool = False) -> None:
-        self.samples = {(sample.task, sample.index): sample for sample in samples}
+        self.samples = {(sample.task, sample.index): packed(sample) for sample in samples}
         self.conversations = conversations
         self._version: int | None = None
         self._closed = False

@@ -45,6 +45,7 @@ from ...data.columns import IMAGE_COLUMNS
 from ...data.images import ImageRef
 from ..models.end_tokens import end_tokens
 from ..models.io import named_weights
+from .arrays import packed
 from .event_loops import EventLoop, gather_or_cancel
 from .ledger import Ledger, UsefulShare
 from .retries import Attempts, retrying
@@ -356,7 +357,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
         # checkpoints of earlier versions have no such entry
         self.useful = UsefulShare(*state.get("useful", ()))
         self._stored = {
-            int(task): [from_record(record) for record in group]
+            int(task): [packed(from_record(record)) for record in group]
             for task, group in state["ready"].items()
         }
 
@@ -660,7 +661,7 @@ class RolloutScheduler(AbstractContextManager["RolloutScheduler"]):
     async def _requested(self, request: Request) -> list[Sample]:
         samples: list[Sample] = await self._asked.sample(request)
         check_completions(samples, request, type(self.source).__name__, conversations=True)
-        return samples
+        return [packed(sample) for sample in samples]
 
     async def _restored(self, failed: float) -> None:
         """Wait until the source samples from the trainer's weights, seen later than a request has
