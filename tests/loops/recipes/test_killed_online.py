@@ -52,3 +52,16 @@ def test_a_run_that_samples_while_it_trains_has_each_answer_once(kills, in_fligh
     happened, _ = kill_and_resume("grpo", config, "write:7", f"random:{kills}")
     assert (happened["random"], happened["write"]) == (kills, 1)
     assert assert_each_answer_once(config)[2] > 0  # of so many an age of 2
+
+
+@pytest.mark.slow
+def test_a_run_of_an_agent_ends_with_the_same_weights(config):
+    # One by one: which calls are completed together depends on the threads of the agents, and the
+    # last bit of a log-prob on what it is completed with.
+    config |= {"rewards": {}, "agent": "agents:twice", "steps": 12, "cache_bytes": 1}
+    happened, _ = kill_and_resume("grpo", config, "write:7", "random:3")
+    assert (happened["random"], happened["write"]) == (3, 1)
+    assert_undisturbed(config)
+    samples = stored(Path(config["output"]))
+    assert samples == stored(Path(config["output"] + "-undisturbed"))
+    assert all(sample["info"]["turns"] == 2 for sample in samples)

@@ -5,6 +5,8 @@ stand-in, everywhere.
 import asyncio
 import base64
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -1451,6 +1453,50 @@ def test_connections_are_kept_while_there_are_requests_and_then_closed(connect, 
     of_publishing = len(fake.calls) + 1
     assert fake.connections - before <= of_publishing + 3
     wait_until(lambda: fake.open == 0)
+
+
+STAND_IN = """
+import sys
+from transformers import AutoTokenizer
+from vllm_fake import Fake
+fake = Fake(AutoTokenizer.from_pretrained(sys.argv[1]))
+fake.config["model_config"]["max_model_len"] = 4096
+print(fake.url, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_the_client_takes_half_a_millisecond_a_request_and_5_us_a_token(connect, model):
+    """Of processor time; the stand-in is a process of its own."""
+    places = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), *sys.path]))
+    child = subprocess.Popen(
+        [sys.executable, "-c", STAND_IN, str(model.path)],
+        env={**os.environ, "PYTHONPATH": places},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with child:
+        source = connect(url=child.stdout.readline().strip())
+        published(source)
+
+        def seconds(count, length):
+            sampling = SamplingParams(length)
+            requests = [Request(task, [5, 6], [0], sampling, key=1) for task in range(count)]
+
+            async def run():
+                return await asyncio.gather(*map(source.sample, requests))
+
+            before = time.process_time()
+            assert len(asyncio.run(run())) == count
+            return (time.process_time() - before) / count
+
+        for count, length in ((150, 2), (60, 2048)):
+            least = min(seconds(count, length) for _ in range(3))
+            print(f"{1e3 * least:.2f} ms of a completion of {length} tokens")
+            assert least < 0.5e-3 + length * 5e-6
+        child.stdin.close()
 
 
 def test_everything_works_in_one_event_loop_after_another(connect):
