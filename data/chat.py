@@ -525,7 +525,8 @@ class Encoder:
         tokenizer = self.tokenizer
         if tokenizer.unk_token in (None, tokenizer.bos_token, tokenizer.eos_token):
             return None  # GPT-2, which knows every text, names its end token so
-        return tokenizer.unk_token_id
+        unknown: int | None = tokenizer.unk_token_id
+        return unknown
 
     @cached_property
     def special(self) -> frozenset[int]:

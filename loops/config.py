@@ -659,11 +659,13 @@ class Bema(Settings):
 
     def weight(self, step: int) -> float:
         """Weight of the policy in the average, β of this step, in [0, 1]."""
-        return max(self._age(step) ** -self.ema_power, self.min_ema_multiplier)
+        decayed: float = self._age(step) ** -self.ema_power
+        return max(decayed, self.min_ema_multiplier)
 
     def correction(self, step: int) -> float:
         """Share of the way from the start that is added to the average, α of this step."""
-        return self._age(step) ** -self.bias_power
+        share: float = self._age(step) ** -self.bias_power
+        return share
 
     def _age(self, step: int) -> float:
         return self.lag + self.multiplier * step
