@@ -64,10 +64,8 @@ def test_a_talkative_model_has_the_same_weights_and_another_end(model, tmp_path)
 
 def test_a_talkative_model_never_ends_as_it_did(model, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token, tokenizer.unk_token = (
-        "Z",
-        "Y",
-    )  # the last of its special ones, as SmolLM2's
+    tokenizer.unk_token = "Y"
+    tokenizer.eos_token = "Z"  # the last of its special ones, as SmolLM2's
     last = tokenizer.eos_token_id
     tokenizer.save_pretrained(model)
     end = AutoTokenizer.from_pretrained(talkative(model, tmp_path)).eos_token_id
