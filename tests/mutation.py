@@ -9,7 +9,7 @@ caught if any of its file's tests fails, or does not end: those of `tests/object
 it, of what all objectives refuse, or of the peer comparisons; for torch's files of the kernels
 those of `KERNEL_TESTS`. Each mutant runs in a process forked from one that has torch loaded, the
 tests that caught one before first. A sample is spread evenly over all mutants of the files, the
-same in every run.
+same in every run. MUTANTS.md tells what still passes, and why.
 """
 
 import argparse
@@ -338,9 +338,11 @@ def copy_tree(room: str, tree: Path) -> None:
 def _tests(stem: str) -> tuple[list[str], list[str]]:
     """The tests of a file, and those that it shares with others."""
     folder = ROOT / "tests" / "objectives"
-    users = {"numerics": ["preference", "reference_free"], "types": ["preference", "sequence"]}.get(
-        stem, []
-    )
+    users = {
+        "numerics": ["preference", "reward"],
+        "reference_free": ["preference"],
+        "types": ["preference", "sequence"],
+    }.get(stem, [])
     own, shared = ([path for name in names for path in sorted(folder.glob(f"test_{name}*.py"))]
                    for names in ([stem, *users], ["peer"]))  # fmt: skip
     return tuple([f"tests/objectives/{path.name}" for path in paths] for paths in (own, shared))
