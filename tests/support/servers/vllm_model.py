@@ -1,10 +1,10 @@
-"""A Llama that vLLM's attention on CPU has a kernel for, with a byte tokenizer; peaked, so that
-weights show.
+"""A Llama that vLLM's attention on CPU has a kernel for, with a byte tokenizer, and a mixture of
+experts; peaked, so that weights show.
 """
 
 import tiny
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 
 
 def make_model(vocabulary, *, seed=0, layers=2):
@@ -20,7 +20,29 @@ def make_model(vocabulary, *, seed=0, layers=2):
         max_position_embeddings=512,
         eos_token_id=1,
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return _peaked(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+
+
+def make_experts(vocabulary, *, seed=0, intermediate=32):
+    """A mixture of four experts, of which each token takes two."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        moe_intermediate_size=intermediate,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        eos_token_id=1,
+    )
+    return _peaked(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+
+
+def _peaked(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.ndim > 1 else None

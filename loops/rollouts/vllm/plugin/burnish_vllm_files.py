@@ -24,10 +24,34 @@ def register() -> None:
 def _engine() -> Any:
     from safetensors import safe_open
     from vllm.distributed.weight_transfer import base
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
     from vllm.model_executor.model_loader.reload import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
     )
+    from vllm.platforms import current_platform
+
+    def forget_kernels(model: Any) -> dict[Any, Any]:
+        """Have the experts of a CPU's model packed when their new weights are there.
+
+        vLLM 0.32 packs the weights of experts for its CPU kernels only where a layer has no kernel
+        yet. Later ones it would copy, not packed, into the memory of the packed ones, and answer
+        from those. On GPUs nothing is packed so, and captured CUDA graphs refer to the kernels.
+
+        Returns:
+            the kernels, by the methods that had them.
+        """
+        kernels = {}
+        if current_platform.is_cpu():
+            for module in model.modules():
+                method = getattr(module, "quant_method", None)  # that several modules may share
+                experts = isinstance(method, UnquantizedFusedMoEMethod)
+                if experts and method.moe_kernel is not None:
+                    kernels[method] = method.moe_kernel
+                    method.moe_kernel = None
+        return kernels
 
     @dataclass
     class Init(base.WeightTransferInitInfo):  # type: ignore[misc]
@@ -53,6 +77,7 @@ def _engine() -> Any:
                 )
 
         def start_weight_update(self) -> None:
+            self.kernels = forget_kernels(self.model)
             initialize_layerwise_reload(self.model)
             self.missing = {name for name, _ in self.model.named_parameters()}
 
@@ -69,6 +94,9 @@ def _engine() -> Any:
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)
+            for method, kernel in self.kernels.items():
+                if method.moe_kernel is None:  # no weights came, and the former ones are back
+                    method.moe_kernel = kernel
 
         def shutdown(self) -> None:
             pass
