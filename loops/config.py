@@ -672,6 +672,16 @@ class Bema(Settings):
 
 
 @dataclass(frozen=True)
+class Routed(Settings):
+    """The field of recipes that can balance the experts of a mixture."""
+
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Coefficient of `aux_loss`, which a mixture of experts lowers by using its experts evenly;
+    null: the model's own, if its configuration asks for the loss (output_router_logits), else 0.
+    """
+
+
+@dataclass(frozen=True)
 class Referenced(Settings):
     """The fields of recipes with a reference policy."""
 

@@ -38,6 +38,7 @@ SHARED = {
     config.Parallel: "Several ranks: parallel",
     config.Hub: "Uploads: hub",
     config.OfflineConfig: "Recipes that train on the completions of the data",
+    config.Routed: "Recipes that can balance experts",
     config.Referenced: "Recipes with a reference policy",
     config.Bema: "An averaged reference: bema",
     config.Teacher: "A teacher",

@@ -130,6 +130,15 @@ class Backbone(nn.Module):
         states: Tensor = self.plain.base_model(**self.model_input(rows)).last_hidden_state
         return states.flatten(0, 1)[rows.position]
 
+    def routed(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """``hidden``, and the logits of the routers that it came through [tokens, layers,
+        experts].
+        """
+        output = self.plain.base_model(**self.model_input(rows), output_router_logits=True)
+        states: Tensor = output.last_hidden_state.flatten(0, 1)[rows.position]
+        logits = [each.flatten(0, -2)[rows.position] for each in output.router_logits]
+        return states, torch.stack(logits, 1)
+
     def model_output(self, rows: Rows) -> Tensor:
         """[tokens, ...], of those that this rank reads, from the model's own head and forward."""
         output: Tensor = self.plain(**self.model_input(rows)).logits

@@ -150,6 +150,7 @@ class Outputs(NamedTuple):
     divergence: Tensor | None = None  # from the teacher's distribution
     # of the state that the token is chosen in, by the value head or the critic
     value: Tensor | None = None
+    router_logits: Tensor | None = None  # [tokens, layers, experts]
 
 
 # With the parts of DTensor that torch's `ColwiseParallel` applies to a head's output, which leave

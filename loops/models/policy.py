@@ -53,10 +53,16 @@ class Policy(Backbone):
             ``teacher_outputs``.
         images: reads the images of examples, for a vision-language model.
 
+    Attributes:
+        experts_per_token: of a mixture of experts; if set, routers' logits are an output, too. See
+            `router_loss`.
+
     Raises:
         ValueError: if sequences see each other in a layout that was named, or if there is a value
             head and the model's own head can't be fused.
     """
+
+    experts_per_token: int | None = None
 
     def __init__(
         self,
@@ -131,10 +137,14 @@ class Policy(Backbone):
                 temperature = temperature[rows.mine]
         # A model of its own, with rows of its own: a scorer reads tokens at other positions.
         value = None if self.critic is None else self.critic(batch)
+        router_logits = None
         if self.fused:
             # The base class's method: FSDP has gathered the weights already, and would let go of
             # them after its own.
-            hidden = super().hidden(rows)
+            if self.experts_per_token is None:
+                hidden = super().hidden(rows)
+            else:
+                hidden, router_logits = super().routed(rows)
             # The model's own module, whose ``forward`` `fuse` has replaced: hooks of DDP and FSDP
             # fire in a module.
             computed: Outputs = self.head(
@@ -147,7 +157,11 @@ class Policy(Backbone):
             computed = from_logits(
                 logits, target, teacher, temperature=temperature, outputs=outputs
             )
-        fields = {**computed._asdict(), "value": value}  # torch 2.11 can't compile `_replace`
+        fields = {
+            **computed._asdict(),
+            "value": value,
+            "router_logits": router_logits,
+        }  # torch 2.11 can't compile `_replace`
         return self.gathered(Outputs(**fields), rows)
 
     def _values(self, value_head: nn.Module, hidden: Tensor) -> Tensor:

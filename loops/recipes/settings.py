@@ -19,6 +19,7 @@ from ..config import (
     PositiveFloat,
     PositiveInt,
     Referenced,
+    Routed,
     Settings,
     Teacher,
     losses_named,
@@ -54,7 +55,7 @@ AdvantageName = Literal[
 
 
 @dataclass(frozen=True)
-class SFT(OfflineConfig):
+class SFT(Routed, OfflineConfig):
     """Supervised fine-tuning on messages, text, or prompts with completions."""
 
     learning_rate: NonNegativeFloat = 2e-5
@@ -91,7 +92,7 @@ def _distill_alone(teacher: Teacher) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class DPO(Referenced, Pairs, OfflineConfig):
+class DPO(Referenced, Routed, Pairs, OfflineConfig):
     """Preference training on pairs of a chosen and a rejected completion of one prompt."""
 
     loss: LossMix = "dpo"
@@ -127,7 +128,7 @@ class DPO(Referenced, Pairs, OfflineConfig):
 
 
 @dataclass(frozen=True)
-class CPO(Pairs, OfflineConfig):
+class CPO(Routed, Pairs, OfflineConfig):
     """Preference training without a reference: contrast of a pair, plus NLL of the chosen one."""
 
     loss: Literal["cpo", "simpo", "alpha_po"] = "cpo"
@@ -153,7 +154,7 @@ class CPO(Pairs, OfflineConfig):
 
 
 @dataclass(frozen=True)
-class ORPO(OfflineConfig):
+class ORPO(Routed, OfflineConfig):
     """Preference training in one stage: NLL of the chosen completions plus the pair's odds ratio."""
 
     learning_rate: NonNegativeFloat = 8e-6
@@ -162,7 +163,7 @@ class ORPO(OfflineConfig):
 
 
 @dataclass(frozen=True)
-class KTO(Referenced, OfflineConfig):
+class KTO(Referenced, Routed, OfflineConfig):
     """Training on desirable and undesirable completions; a preference pair is one of each."""
 
     learning_rate: NonNegativeFloat = 1e-6

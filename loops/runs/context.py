@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from accelerate import Accelerator
@@ -41,7 +41,7 @@ from ...data import (
 )
 from ...data.columns import IMAGE_COLUMNS
 from ...data.images import ImageReader
-from ..config import Common
+from ..config import Common, Routed
 from ..models.backbone import Backbone, evaluating
 from ..models.end_tokens import add_end_tokens
 from ..models.images import ImageInputs
@@ -50,7 +50,7 @@ from ..models.policy import Policy
 from ..redaction import hide, resolved_data
 from ..registry import nearest
 from ..train import optimizers
-from ..train.losses import TensorReader, Term
+from ..train.losses import TensorReader, Term, router_loss
 from ..train.mix import STEP_COUPLED
 from .agreement import check_agreement
 from .directory import check_directory, to_yaml
@@ -284,6 +284,9 @@ class RunContext(Generic[Model]):
             if feed is not None:
                 unless_opened.callback(feed.close)
             self._check_losses(losses)
+            if isinstance(self.config, Routed):
+                coefficient = self.config.router_aux_loss_coef
+                losses = {**losses, **router_loss(cast(Policy, self.model), coefficient)}
             feed = feed or self._feed_of_data(memory, **options)
             self._warn_of_schedule(feed)
             training = Training(self, losses, read, feed, save)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,18 @@ from ...objectives import (
     sequence_sum,
     wpo_weight,
 )
-from ..batch import Batch, Weighting, Weightings, completion_mean, pair_mean, token_mean
+from ..batch import (
+    Batch,
+    Weighting,
+    Weightings,
+    completion_mean,
+    length_normalized,
+    pair_mean,
+    token_mean,
+)
 from ..models.lm_head import Outputs, TeacherOutputs
+from ..models.policy import Policy
+from ..models.routers import load_balancing
 from .step import Objective, loss_and_stats
 
 Loss = Callable[..., tuple[Tensor, Stats]]
@@ -214,6 +224,38 @@ def logit_metrics(chosen: int | str, rejected: int | str) -> dict[str, Term]:
     }
 
 
+def _load_balancing(load_balance: PerToken) -> tuple[PerToken, Stats]:
+    return load_balance, {}
+
+
+def router_loss(policy: Policy, coefficient: float | None) -> dict[str, Term]:
+    """The load-balancing loss of a mixture of experts, ``aux_loss``, and the policy told to give
+    its routers' logits; nothing where the coefficient is 0.
+
+    Args:
+        coefficient: None for the model's own, ``router_aux_loss_coef``, if its configuration asks
+            for the loss by ``output_router_logits``.
+
+    Raises:
+        ValueError: if there is a coefficient and the model has no routers, or does not show them.
+    """
+    config = policy.plain.config.get_text_config()
+    if coefficient is None:
+        asks = getattr(config, "output_router_logits", False)
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0) if asks else 0.0
+    if not coefficient:
+        return {}
+    top_k = getattr(config, "num_experts_per_tok", None)
+    recorded = getattr(policy.plain.base_model, "_can_record_outputs", None) or {}
+    if top_k is None or "router_logits" not in recorded or not policy.fused:
+        raise ValueError(
+            f"router_aux_loss_coef: {type(policy.plain).__name__} gives no logits of routers, so there is nothing to "
+            "balance; set it to 0"
+        )
+    policy.experts_per_token = top_k
+    return {"aux_loss": Term(_load_balancing, coefficient, length_normalized)}
+
+
 def compose(losses: Mapping[str, Term], read: TensorReader) -> Objective:
     """The objective that computes these losses from the one forward pass of ``read``.
 
@@ -245,14 +287,20 @@ def _check_terms(who: str, losses: Mapping[str, Term]) -> None:
 
 def _check_policy(who: str, wanted: str, policy: nn.Module) -> None:
     """Raise ValueError for a transformers or peft model, which takes token ids, not a batch."""
-    inner = policy
-    while isinstance(getattr(inner, "module", None), nn.Module):  # wrapped for several ranks
-        inner = cast(nn.Module, inner.module)
+    inner = _inner(policy)
     if isinstance(inner, PreTrainedModel) or hasattr(inner, "peft_config"):
         raise ValueError(
             f"{who}: wanted a burnish.loops.{wanted}, got the model itself, {type(inner).__name__}; "
             f"wrap it: {wanted}(model)"
         )
+
+
+def _inner(policy: nn.Module) -> Any:
+    """The policy within what wraps it for several ranks."""
+    inner = policy
+    while isinstance(getattr(inner, "module", None), nn.Module):
+        inner = cast(nn.Module, inner.module)
+    return inner
 
 
 def columns_of(losses: Mapping[str, Term]) -> list[str]:
@@ -335,6 +383,13 @@ def policy_tensors(
             "ref_logp": None if reference is None else reference(batch),
             "sequence": batch.sequence,
         }
+        if forward.router_logits is not None:
+            of_tokens["load_balance"] = load_balancing(
+                forward.router_logits,
+                batch.sequence,
+                batch.sequences,
+                top_k=_inner(policy).experts_per_token,
+            )
         tensors: Tensors = {}
         for name, value in of_tokens.items():
             if value is not None:
