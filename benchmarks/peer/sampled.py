@@ -90,7 +90,11 @@ def talkative(given: Path | None, directory: Path) -> Path:
     config.save_pretrained(target)
     generation: Any = GenerationConfig
     generation(**ids).save_pretrained(target)
+    ended = tokenizer.eos_token
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+    if tokenizer.chat_template is not None:
+        # our side also ends a completion where the template ends an answer
+        tokenizer.chat_template = tokenizer.chat_template.replace(ended, tokenizer.eos_token)
     tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     tokenizer.save_pretrained(target)
     return target

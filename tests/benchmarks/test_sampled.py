@@ -67,9 +67,11 @@ def test_a_talkative_model_never_ends_as_it_did(model, tmp_path):
     tokenizer.unk_token = "Y"
     tokenizer.eos_token = "Z"  # the last of its special ones, as SmolLM2's
     last = tokenizer.eos_token_id
+    tokenizer.chat_template = "{{ messages[0]['content'] }}Z"
     tokenizer.save_pretrained(model)
-    end = AutoTokenizer.from_pretrained(talkative(model, tmp_path)).eos_token_id
-    assert end == tokenizer.unk_token_id != last
+    changed = AutoTokenizer.from_pretrained(talkative(model, tmp_path))
+    assert changed.eos_token_id == tokenizer.unk_token_id != last
+    assert changed.chat_template.endswith("}}Y")
 
 
 def test_a_tokenizer_with_one_special_token_is_refused(model, tmp_path):
