@@ -46,9 +46,10 @@ def _engine() -> Any:
         kernels = {}
         if current_platform.is_cpu():
             for module in model.modules():
-                method = getattr(module, "quant_method", None)  # that several modules may share
-                experts = isinstance(method, UnquantizedFusedMoEMethod)
-                if experts and method.moe_kernel is not None:
+                # which several modules may share
+                method: Any = getattr(module, "quant_method", None)
+                packs = isinstance(method, UnquantizedFusedMoEMethod)
+                if packs and method.moe_kernel is not None:
                     kernels[method] = method.moe_kernel
                     method.moe_kernel = None
         return kernels
