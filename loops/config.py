@@ -742,6 +742,15 @@ class Teacher(Settings):
     """Name or directory of the teacher, a causal LM with the same tokenizer; from Python, also the
     model.
     """
+    server: str | None = None
+    """Address of a vLLM server with the teacher, such as http://127.0.0.1:8000, instead of the
+    model: every step asks it for the top_k likeliest tokens in place of each token that trains."""
+    api_key: str | None = None
+    """Key of that server, sent with every request."""
+    timeout: PositiveFloat = 600.0
+    """Seconds that the server may take for one completion, before it is asked again."""
+    attempts: PositiveInt = 8
+    """How often the server is asked for one completion before the run ends."""
     prompt: str | None = None
     """Column of the data with the prompt that the teacher reads in place of the student's: with a
     demonstration, an answer or feedback in it. A teacher of the student's own name then is the
@@ -752,7 +761,8 @@ class Teacher(Settings):
     """
     top_k: PositiveInt | None = None
     """Keep the teacher's k likeliest tokens and the mass of the rest, from one pass before
-    training; null keeps the teacher in memory and compares whole distributions."""
+    training, or from its server; null keeps the teacher in memory and compares whole
+    distributions."""
     divergence: Literal[
         "forward_kl",
         "reverse_kl",
@@ -784,10 +794,18 @@ class Teacher(Settings):
             "beta": ("jsd", "alpha_beta_divergence"),
             "taid_start": ("taid",),
         }
-        if self.prompt is not None and (self.model is None or self.top_k is not None):
+        is_stored = self.server is None and (self.model is None or self.top_k is not None)
+        if self.prompt is not None and is_stored:
             yield (
-                "teacher.prompt: what is stored of a teacher is under the student's prompts; give --teacher.model, and "
-                "neither teacher.top_k nor teacher.logprobs"
+                "teacher.prompt: what is stored of a teacher is under the student's prompts; give --teacher.model or "
+                "--teacher.server, and no teacher.logprobs; a model without teacher.top_k"
+            )
+        if self.server is None and self.api_key is not None:
+            yield "teacher.api_key: it is for a server, whose teacher.server is missing"
+        if self.server is not None and self.temperature != 1:
+            yield (
+                "teacher.temperature: a vLLM server gives log-probs at temperature 1, and those of k tokens can't be "
+                "turned into others; leave it out, or give --teacher.model"
             )
         for name, divergences in read.items():
             given = getattr(self, name) != getattr(Teacher, name)
@@ -804,14 +822,15 @@ class Teacher(Settings):
             ValueError: if a loss needs a teacher and has none, or if no loss needs the one there
                 is.
         """
-        named = (self.model is not None) + (self.logprobs is not None)
+        named = sum(each is not None for each in (self.model, self.server, self.logprobs))
         if named and not needed:
             raise ValueError(
                 "teacher: no loss of this mix learns from it; add distillation, or leave the teacher out"
             )
         if needed and (named != 1 or None not in (self.logprobs, self.top_k)):
             raise ValueError(
-                "teacher: distillation needs one; give --teacher.model or --teacher.logprobs and no top_k"
+                "teacher: distillation needs one; give --teacher.model, --teacher.server, or --teacher.logprobs "
+                "and no top_k"
             )
 
 

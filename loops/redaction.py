@@ -43,7 +43,7 @@ _KNOWN = re.compile(
 _LOGIN = re.compile(r"(?<=://)(?![^/\s@]*\$\{ENV:)[^/\s@'\"]+(?=@)")
 _REFERENCE = re.compile(r"\$\{ENV:([A-Za-z_]\w*)\}")
 # Settings in which references are read.
-_USED = ("rewards", "environment", "agent", "order", "vllm", "data", "eval_data")
+_USED = ("rewards", "environment", "agent", "order", "vllm", "teacher", "data", "eval_data")
 
 _known_values: set[str] = set()  # secrets of this process, which messages leave out
 

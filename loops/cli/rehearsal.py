@@ -42,6 +42,7 @@ from ..rl.feed import RolloutFeed
 from ..rl.settings import OnlineConfig
 from ..rollouts.local.decode import DecodeSequence, draw
 from ..rollouts.sample import Request, Sample, VersionSpan
+from ..rollouts.vllm.rating import Passage, Rating
 from ..runs.context import RunContext
 from ..runs.training import Training
 from ..train.step import train_step
@@ -429,6 +430,8 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         "runs.training.Training._resumed": lambda run: 0,
         "rl.sources.open_source": without_server,
         "runs.context.check_repository": lambda hub: None,
+        "rl.served_teacher.RatingServer.meet": AsyncMock(),
+        "rl.served_teacher.RatingServer.rate": _rate,
         # in float16 the scale of the loss takes no memory, and reads a gradient that is not there
         "runs.context.scale_loss": _without_scale,
         # what a run stores, samples or measures, in the same shapes
@@ -483,6 +486,15 @@ def _store_tokens(
     for name, values in computed.items():
         columns[name] = [values.new_zeros(length, *values.shape[1:]) for length in lengths]
     return columns, metadata or {}
+
+
+async def _rate(server: object, passages: Sequence[Passage], k: int, vocab: int) -> list[Rating]:
+    """In place of `RatingServer.rate`: as many numbers."""
+    ratings = []
+    for passage in passages:
+        places = len(passage.places)
+        ratings.append(Rating([0.0] * places, [[0] * k] * places, [[0.0] * k] * places))
+    return ratings
 
 
 def _take_longest(feed: RolloutFeed, number: int) -> tuple[list[list[Sample]], dict[str, float]]:

@@ -22,6 +22,7 @@ from ..config import Teacher
 from ..models.policy import Policy
 from ..rl.context import RLContext
 from ..rl.feed import RolloutFeed
+from ..rl.served_teacher import ServedTeacher, open_served_teacher
 from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_scheduler
 from ..rollouts.replay import open_sample_log
@@ -66,15 +67,25 @@ def open_distill(config: Distill) -> Training:
     """Open a run that is ready to train."""
     losses = distill_losses(config)
     no_images = ""
+    if config.teacher.server is not None:
+        no_images = "a teacher's server is sent no images so far; give --teacher.model"
     if config.teacher.prompt is not None:
         no_images = "teacher.prompt is read without images so far; leave it out"
     context = open_run(config, encoder(config), no_images=no_images)
     needed = tensors_needed(losses)
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
     model = None
+    served = None
+    if config.teacher.server is not None:
+        served = open_served_teacher(context, config.teacher, k=config.teacher.top_k or 0)
+        # a server draws one token more, which nobody reads
+        limit = None if served.context is None else served.context - 1
+        check_teacher_context(limit, context, config)
     if config.teacher.model is not None and (on_samples or "divergence" in needed):
         model = load_teacher(context, config.teacher)
-        check_teacher_context(model, context, config)
+        if config.teacher.prompt is not None:
+            of_model = getattr(model.plain.config.get_text_config(), "max_position_embeddings", None)
+            check_teacher_context(of_model, context, config)
     teacher, stored = open_teacher(
         context, config.teacher, needed="divergence" in needed, model=model
     )
@@ -83,7 +94,7 @@ def open_distill(config: Distill) -> Training:
     schedule = None
     if config.teacher.divergence == "taid":
         schedule = TaidSchedule(config.teacher.taid_start, config.teacher.taid_start)
-    prepare = partial(prepared_for_teacher, config.teacher, schedule)
+    prepare = partial(prepared_for_teacher, config.teacher, schedule, served)
     if not config.on_policy:
         columns = columns_of(losses)
         return context.train(
@@ -95,34 +106,40 @@ def open_distill(config: Distill) -> Training:
     return context.train(losses, read, MixedFeed(context, prepare, schedule))
 
 
-def check_teacher_context(teacher: Policy, context: RunContext[Policy], config: Distill) -> None:
-    """Raise ValueError if the teacher's own prompts and the completions exceed its context."""
-    limit = getattr(teacher.plain.config.get_text_config(), "max_position_embeddings", None)
-    if config.teacher.prompt is None or limit is None or context.stream is not None:
+def check_teacher_context(limit: int | None, context: RunContext[Policy], config: Distill) -> None:
+    """Raise ValueError if a prompt that the teacher reads and its completion exceed its context."""
+    if limit is None or context.stream is not None:
         return
     sampled = config.max_tokens if config.on_policy else 0
+    column = "prompt" if config.teacher.prompt is None else PROMPT_COLUMN
+    shorten = "rows (max_length)"
+    if config.teacher.prompt is not None:
+        shorten = f"the column {config.teacher.prompt}"
     for row in context.data:
-        prompt = len(row[PROMPT_COLUMN])
+        prompt = len(row[column])
         length = prompt + max(sampled, *map(len, row["completions"]))
         if length > limit:
             raise ValueError(
                 f"{where(context.records, row['_row'])}: the teacher's prompt of {prompt} tokens and its completion "
-                f"make {length}, and the teacher's context is {limit}; shorten the column {config.teacher.prompt}"
+                f"make {length}, and the teacher's context is {limit}; shorten {shorten}"
             )
 
 
 def prepared_for_teacher(
     teacher: Teacher,
     schedule: TaidSchedule | None,
+    served: ServedTeacher | None,
     feed: "Feed | MixedFeed",
     step: int,
     micro_batches: list[Batch],
 ) -> list[Batch]:
-    """The micro-batches of a step with what the teacher reads beside them: its own prompts, and how
-    far taid's has come.
+    """The micro-batches of a step with what the teacher reads beside them, its own prompts; what its
+    server says; and how far taid's has come.
     """
     if teacher.prompt is not None:
         micro_batches = add_teacher_prompts(feed.dataset, feed.plan(step), micro_batches)
+    if served is not None:
+        micro_batches = served.prepare(micro_batches)
     if schedule is not None:
         micro_batches = schedule.prepare(feed, step, micro_batches)
     return micro_batches
@@ -148,6 +165,15 @@ def distill_losses(config: Distill) -> dict[str, Term]:
         losses |= parse_losses({name: entry}, {}, LOSSES, weighting=weighting, of=applies_to)
     needed = tensors_needed(losses)
     config.teacher.check(needed="teacher_logp" in needed or "divergence" in needed)
+    if (
+        config.teacher.server is not None
+        and "divergence" in needed
+        and config.teacher.top_k is None
+    ):
+        raise ValueError(
+            "teacher.top_k: a server gives the likeliest tokens, and how many is missing; vLLM gives at most 20, or as "
+            "many as its --max-logprobs says"
+        )
     if config.teacher.divergence == "taid" and "divergence" not in needed:
         raise ValueError(
             "teacher.divergence: taid follows the loss distillation, which this mix lacks; add it, or leave taid out"

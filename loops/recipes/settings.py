@@ -4,7 +4,7 @@ They are apart from the recipes so that the command line can be read and checked
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,6 +89,8 @@ def _distill_alone(teacher: Teacher) -> Iterator[str]:
         yield "teacher.divergence: taid follows the loss of distill; use another one here"
     if teacher.prompt is not None:
         yield "teacher.prompt: is for distill; leave it out here"
+    if teacher.server is not None:
+        yield "teacher.server: is for distill; give --teacher.model here"
 
 
 @dataclass(frozen=True)
@@ -296,6 +298,7 @@ class Distill(SFT, SamplingConfig):
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
         on_samples = sorted({"sampled_reverse_kl", "iw_opd"} & losses_named(self.loss))
+        yield from self._server_contradictions(on_samples)
         if not self.on_policy:
             if on_samples:
                 yield f"loss: {on_samples[0]} is for the student's own completions; set on_policy above 0"
@@ -311,10 +314,25 @@ class Distill(SFT, SamplingConfig):
                 f"repetition_penalty: {on_samples[0]} is a policy gradient, biased where tokens are sampled from "
                 "another distribution than the policy's; leave it out, or use the loss distillation"
             )
-        if self.teacher.model is None or self.teacher.top_k is not None:
+        is_stored = self.teacher.model is None or self.teacher.top_k is not None
+        if self.teacher.server is None and is_stored:
             yield (
                 "on_policy: the student's completions are not known before training, so no teacher's outputs can have "
-                "been stored for them; give --teacher.model, and neither teacher.top_k nor teacher.logprobs"
+                "been stored for them; give --teacher.server, or --teacher.model without teacher.top_k"
+            )
+
+    def _server_contradictions(self, on_samples: Sequence[str]) -> Iterator[str]:
+        if self.teacher.server is None:
+            return
+        if on_samples and self.temperature != 1:
+            yield (
+                f"temperature: {on_samples[0]} compares log-probs at the temperature of the sampler, and a vLLM server "
+                "gives those at 1; leave it out, or give --teacher.model"
+            )
+        if self.parallel.ranks_per_batch > 1:
+            yield (
+                "teacher.server: ranks that compute one batch together would each ask it, and may be told otherwise; "
+                "shard the student by --parallel.dp_shard_size instead"
             )
 
 

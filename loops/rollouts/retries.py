@@ -43,12 +43,14 @@ class Attempts:
         backoff: seconds until the second; twice as long before each further one, up to half a
             minute.
         failed: how many have failed.
+        who: tries, for the log.
     """
 
     what: str
     most: int
     backoff: float
     failed: int = 0
+    who: str = "scheduler"
     began: float = field(default_factory=time.monotonic)
 
     async def after(
@@ -66,7 +68,8 @@ class Attempts:
         waits = self.backoff * 2**self.failed
         log.log(
             level,
-            "scheduler: %s in attempt %d of %d: %s",
+            "%s: %s in attempt %d of %d: %s",
+            self.who,
             self.what,
             self.failed + 1,
             self.most,

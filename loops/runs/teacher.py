@@ -1,5 +1,5 @@
 """The teacher of distillation: a second model in memory, or its likeliest tokens, stored before
-training.
+training or asked of a server.
 
 A teacher is a function ``teacher(batch) -> TeacherOutputs``. Given these outputs, a policy also
 returns the per-token divergence from the teacher, in the same forward pass.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from datasets import Dataset
@@ -57,7 +57,8 @@ def open_teacher(
     context: RunContext[Policy], config: Teacher, *, needed: bool, model: Policy | None = None
 ) -> tuple[Callable[[Batch], TeacherOutputs] | None, TokenColumns]:
     """The teacher of a checked configuration, loaded unless it is given as ``model``, and the
-    columns that hold its outputs if they are stored before training.
+    columns that hold its outputs if they are stored before training. A server's are columns of
+    each step's batches.
 
     The file of the stored tokens has the k likeliest at every trained token, ids int32 and logprobs
     [tokens, k], and in its metadata the temperature and a digest of the examples.
@@ -69,9 +70,11 @@ def open_teacher(
         return None, lambda data: {}
     if model is None and config.model is not None:
         model = load_teacher(context, config)
+    if config.server is not None:
+        return partial(outputs_of_columns, config), lambda data: {}
     if model is None or config.top_k is not None:
         stored = _Stored(context, config, model)
-        return stored.outputs, stored.columns
+        return partial(outputs_of_columns, config), stored.columns
 
     def live(batch: Batch) -> TeacherOutputs:
         seen = as_the_teacher_reads(batch)
@@ -105,18 +108,8 @@ class _Stored:
     config: Teacher
     model: Policy | None
 
-    def outputs(self, batch: Batch) -> TeacherOutputs:
-        """The teacher's outputs for a batch, from its columns."""
-        ids = batch.columns["teacher_ids"].long()  # int32 in the file: half of its size
-        return TeacherOutputs(
-            beta_of(self.config),
-            self.config.temperature,
-            top_k=(ids, batch.columns["teacher_logprobs"]),
-            objective=objective_of(self.config, batch),
-        )
-
     def columns(self, data: Dataset) -> Mapping[str, Sequence[Tensor]]:
-        """The likeliest tokens of every trained token, by the names that `outputs` reads."""
+        """The likeliest tokens of every trained token, as `outputs_of_columns` reads them."""
         config = self.config
         context = self.context
         # What a row was made of, so that the file serves other runs on the same data.
@@ -143,7 +136,7 @@ class _Stored:
             raise DataError(
                 f"{path}: stored at temperature {at}, and teacher.temperature is {config.temperature}; use {at}"
             )
-        return {f"teacher_{name}": tensors[name] for name in ("ids", "logprobs")}
+        return top_k_columns(tensors["ids"], tensors["logprobs"])
 
     def likeliest(self, batch: Batch) -> Mapping[str, Tensor]:
         """The k likeliest tokens at every trained token, computed by the teacher."""
@@ -164,6 +157,26 @@ class _Stored:
             batch, k=config.top_k, temperature=config.temperature, vocab=vocab
         )
         return {"ids": ids.int(), "logprobs": logprobs}
+
+
+LOGP_COLUMN = "teacher_logp"
+Entries = TypeVar("Entries")
+
+
+def top_k_columns(ids: Entries, logprobs: Entries) -> dict[str, Entries]:
+    """The columns of a teacher's likeliest tokens, int32 and float32 [tokens, k]."""
+    return {"teacher_ids": ids, "teacher_logprobs": logprobs}
+
+
+def outputs_of_columns(config: Teacher, batch: Batch) -> TeacherOutputs:
+    """The outputs of a teacher whose likeliest tokens are columns of the batch."""
+    ids = batch.columns["teacher_ids"].long()
+    return TeacherOutputs(
+        beta_of(config),
+        config.temperature,
+        top_k=(ids, batch.columns["teacher_logprobs"]),
+        objective=objective_of(config, batch),
+    )
 
 
 def objective_of(

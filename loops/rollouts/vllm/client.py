@@ -11,7 +11,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +74,7 @@ class VLLMClient:
         timeout: seconds that a completion may take.
         patience: seconds that any other request with a body may take.
         key: sent with every request, as ``Authorization: Bearer KEY``.
+        key_setting: the setting that the key is from, for messages.
 
     Attributes:
         url: without the login, so that messages can show it.
@@ -87,6 +88,7 @@ class VLLMClient:
         timeout: float,
         patience: float,
         key: str | None = None,
+        key_setting: str = "vllm.api_key",
     ) -> None:
         address = urlsplit(url.rstrip("/"))
         login, _, place = address.netloc.rpartition("@")
@@ -99,7 +101,7 @@ class VLLMClient:
         # A line break in a key would begin a further header.
         if key is not None and not _fits_header(key):
             raise ValueError(
-                "vllm.api_key: wanted visible ASCII characters, as a header can hold them"
+                f"{key_setting}: wanted visible ASCII characters, as a header can hold them"
             )
         # a compressed answer may be a thousand times as large
         self._headers = {"Accept-Encoding": "identity"}
@@ -108,6 +110,7 @@ class VLLMClient:
         if login:
             encoded = base64.b64encode(unquote(login).encode()).decode()
             self._headers["Authorization"] = f"Basic {encoded}"
+        self._key_setting = key_setting
         self._timeout = timeout
         self._patience = patience
         self._concurrency = concurrency
@@ -194,6 +197,21 @@ class VLLMClient:
         # those that wait keep the connections open; waiting takes none of their time
         async with self._session(), gate.passed(priority, size):
             return await self._call("/inference/v1/generate", body, self._timeout, largest=largest)
+
+    async def prompt_logprobs(self, model: str, tokens: Sequence[int], count: int) -> Any:
+        """The answer to a prompt: the log-prob of each of its tokens, and of as many others that
+        are the likeliest in its place.
+        """
+        body = {
+            "model": model,
+            "prompt": list(tokens),
+            "max_tokens": 1,
+            "prompt_logprobs": count,
+        }
+        largest = min(_LARGEST + _PER_TOKEN * len(tokens) * (count + 1), _LARGEST_COMPLETION)
+        gate = self._gates.setdefault(asyncio.get_running_loop(), Gate(self._places))
+        async with self._session(), gate.passed():
+            return await self._call("/v1/completions", body, self._timeout, largest=largest)
 
     async def try_token(self, token: int) -> None:
         """Request one token after this one, without waiting for completions under way."""
@@ -323,7 +341,7 @@ class VLLMClient:
         if dying or (status >= 500 and path != "/health" and not await self.alive()):
             return SourceLost(f"{who}: the server is dying ({status}): {message}")
         if status == 401:
-            message += "; set vllm.api_key to the key that the server was started with"
+            message += f"; set {self._key_setting} to the key that the server was started with"
         return Rejected(f"{who} answered {status}: {message}", status)
 
 

@@ -150,6 +150,11 @@ async def check_model(
                 f"vllm: the vocabulary of the server's model {model} is {size} than the trainer's, of {vocab}; start "
                 "it with the same model"
             )
+    await check_tokenizer(vllm, model, tokenizer)
+
+
+async def check_tokenizer(vllm: VLLMClient, model: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise SourceError if the server's tokenizer makes other tokens of a text than the trainer's."""
     text = _PROBE + "".join(map(str, tokenizer.all_special_tokens))
     expected = tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = await vllm.post(

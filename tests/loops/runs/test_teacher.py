@@ -203,12 +203,15 @@ def test_a_teacher_with_a_padded_embedding_is_accepted(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "distillation needs one; give --teacher.model or --teacher.logprobs"),
+        (
+            [],
+            "distillation needs one; give --teacher.model, --teacher.server, or --teacher.logprobs",
+        ),
         (["--loss", "{nll: 1}", "--teacher.model", "x"], "no loss of this mix learns from it"),
         (["--teacher.logprobs", "nowhere"], "nowhere: no such file; a run with top_k leaves one"),
         (
             ["--teacher.logprobs", "x", "--teacher.top_k", "3"],
-            "--teacher.model or --teacher.logprobs and no top_k",
+            "--teacher.server, or --teacher.logprobs and no top_k",
         ),
     ],
 )

@@ -42,6 +42,9 @@ class Fake:
             tokenization.
         paths: that the server says it has.
         connections, open: that came so far, and of these not closed yet.
+        rated: log-probs of the vocabulary in the place of each token but the first, a function of
+            the tokens of a prompt.
+        max_logprobs: of the vocabulary that it gives at most.
     """
 
     def __init__(self, tokenizer, port=0, host="127.0.0.1"):
@@ -54,6 +57,7 @@ class Fake:
         self.odd, self.calls = {}, []
         self.key = None
         self.connections = self.open = 0
+        self.rated, self.max_logprobs = None, 20
         self.active = self.paused = False
         self.hung_up = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -145,6 +149,27 @@ class Fake:
     def do_v1_unload_lora_adapter(self, body):
         self.adapters.remove(body["lora_name"])
         return 200, "unloaded"
+
+    def do_v1_completions(self, body):
+        tokens, count = body["prompt"], body["prompt_logprobs"]
+        if count > self.max_logprobs:
+            return error(
+                400,
+                f"Requested prompt logprobs of {count}, which is greater than max allowed: {self.max_logprobs}",
+            )
+        if max(tokens) >= self.vocab:
+            return error(400, f"Token id {max(tokens)} is out of vocabulary")
+        places = [None]
+        for token, logprobs in zip(tokens[1:], self.rated(tokens), strict=True):
+            ranked = sorted(range(len(logprobs)), key=lambda each: -logprobs[each])
+            chosen = [token, *ranked[:count]]
+            places.append(
+                {
+                    str(each): {"logprob": logprobs[each], "rank": ranked.index(each) + 1}
+                    for each in chosen
+                }
+            )
+        return 200, {"choices": [{"text": "", "prompt_logprobs": places}]}
 
     def do_inference_v1_generate(self, body):
         if max(body["token_ids"]) >= self.vocab:
