@@ -28,6 +28,7 @@ from .encode import (
     encode_triples as encode_triples,
     encode_unpaired as encode_unpaired,
     example as example,
+    prompt_tokens as prompt_tokens,
     step_example as step_example,
 )
 from .examples import Example as Example, Tokenization as Tokenization

@@ -260,6 +260,30 @@ def step_example(
         raise DataError(f"step_example: {bad.problem}") from None
 
 
+def prompt_tokens(
+    record: Mapping[str, object],
+    tokenizer: "Tokenizer",
+    options: Tokenization = DEFAULT,
+    *,
+    system_prompt: str = "",
+) -> list[int]:
+    """The token ids of one prompt, as `encode_prompts` makes them, however long it is.
+
+    Args:
+        record: with a column `prompt`, and those that a chat template reads.
+        system_prompt: the first message of a conversation that has no system message of its own.
+
+    Raises:
+        DataError: if it is no prompt.
+    """
+    limit = replace(options, max_length=None, truncation="error")
+    try:
+        row = read_row(record, columns.PROMPTS[0], system_prompt)
+        return examples.prompt_only(row, _encoder(tokenizer, options), limit=limit).example.prompt
+    except BadRow as bad:
+        raise DataError(bad.problem) from None
+
+
 def example(dataset: "Dataset | Stream", index: int) -> Example:
     """The example in one row of an encoded dataset."""
     row = dataset[index]

@@ -755,6 +755,17 @@ class Teacher(Settings):
     """Column of the data with the prompt that the teacher reads in place of the student's: with a
     demonstration, an answer or feedback in it. A teacher of the student's own name then is the
     student before training, which learns to do without (SDFT)."""
+    reprompt: Named | None = None
+    """Your own module:function of (row, samples) that writes such a prompt for each of the student's
+    completions of a row, when they are known: with the verdict on it, or with another one that
+    succeeded (SDPO: Huebotter et al. 2026, arXiv:2601.20802). None leaves a completion out. From
+    Python, also the function."""
+    sync_steps: PositiveInt | None = None
+    """Steps between updates of the teacher from the student, which it begins as; null never updates
+    it."""
+    mixup_alpha: PositiveShare = 0.05
+    """Weight of the student in such an update, alpha student + (1 - alpha) teacher; 1 makes the
+    teacher the student itself, as it is before each step."""
     logprobs: str | None = None
     """File of the teacher's stored top-k log-probs, instead of the model: one that an earlier run
     with top_k left.
@@ -807,6 +818,15 @@ class Teacher(Settings):
                 "teacher.temperature: a vLLM server gives log-probs at temperature 1, and those of k tokens can't be "
                 "turned into others; leave it out, or give --teacher.model"
             )
+        if self.prompt is not None and self.reprompt is not None:
+            yield "teacher.prompt: teacher.reprompt writes the teacher's prompts; give one of the two"
+        if self.sync_steps and (self.model is None or self.top_k is not None):
+            yield (
+                "teacher.sync_steps: what is stored of a teacher stays as it is; give --teacher.model, and neither "
+                "teacher.top_k nor teacher.logprobs"
+            )
+        if self.mixup_alpha != Teacher.mixup_alpha and not self.sync_steps:
+            yield "teacher.mixup_alpha: without teacher.sync_steps the teacher stays as it is; give it, such as 1"
         for name, divergences in read.items():
             given = getattr(self, name) != getattr(Teacher, name)
             if given and self.divergence not in divergences:

@@ -1,10 +1,10 @@
 """Whose code a configuration runs, and a look at what it names before any of it is called.
 
 A configuration names code as ``module:object``: rewards, environments, agents, tools, an order of
-prompts, losses, an optimizer. Importing a module runs it, so the names are checked first: nothing of
-Python's standard library is what a configuration may name, and under ``--no_code`` nothing but
-burnish's own. What was found must be defined where it was looked for, so that a module does not
-lend what it has merely imported.
+prompts, losses, an optimizer, a teacher's prompts. Importing a module runs it, so the names are
+checked first: nothing of Python's standard library is what a configuration may name, and under
+``--no_code`` nothing but burnish's own. What was found must be defined where it was looked for, so
+that a module does not lend what it has merely imported.
 """
 
 import importlib.util
@@ -106,6 +106,7 @@ def code_names(config: object) -> Iterator[tuple[str, str]]:
         "agent": _names(getattr(config, "agent", None)),
         "tool": _tools(environment),
         "order": _names(getattr(config, "order", None)),
+        "teacher.reprompt": _names(getattr(getattr(config, "teacher", None), "reprompt", None)),
     }
     for setting, names in named.items():
         for name in names:

@@ -35,10 +35,19 @@ OF_BLOCK = {
         {"loss": "plackett_luce"},
     ],
 }
+
+
+def its_own_prompt(row, samples):
+    return [row["prompt"]] * len(samples)
+
+
 # Further runs on the first block, for metrics that a setting brings.
 VARIANTS = {
     "grpo": [{"beta": 0.1}, {"variant": "cispo"}, {"variant": "vespo"}],
-    "distill": [{"on_policy": 1.0, "max_tokens": 4, "show_every": 0}],
+    "distill": [
+        {"on_policy": 1.0, "max_tokens": 4, "show_every": 0},
+        {"on_policy": 1.0, "max_tokens": 4, "show_every": 0, "reprompt": its_own_prompt},
+    ],
 }
 
 
@@ -76,6 +85,8 @@ def model(tmp_path_factory):
 def logged(recipe, model, rows, **others):
     """The names that a run of two steps logs, with NAME for that of the reward."""
     options = {**settings(recipe, model), **others}
+    if "reprompt" in options:
+        options["teacher"] = {**options["teacher"], "reprompt": options.pop("reprompt")}
     run = getattr(burnish, recipe)(model, rows, steps=2, eval_data=rows, eval_every=1, **options)
     names = {"step"}.union(*(step.metrics for step in run))
     return {re.sub(r"^(eval/)?(.*)", r"\2", name).replace("scored/", "NAME/", 1) for name in names}

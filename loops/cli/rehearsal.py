@@ -39,6 +39,7 @@ from ..models.sharding import ranks_together
 from ..models.simulation import Simulation, simulate
 from ..rl.buffer import RolloutBuffer
 from ..rl.feed import RolloutFeed
+from ..rl.reprompt import Reprompts
 from ..rl.settings import OnlineConfig
 from ..rollouts.local.decode import DecodeSequence, draw
 from ..rollouts.sample import Request, Sample, VersionSpan
@@ -439,6 +440,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         "runs.teacher.stored_tokens": _store_tokens,
         "rl.feed.RolloutFeed._take": _take_longest,
         "rl.feed.RolloutFeed._measure": _measure_largest,
+        "rl.reprompt.Reprompts._asked": _read_own_prompts,
         # the machine that is planned for, instead of this one
         "rollouts.local.source.free_share": free_share,
         # pixels have values: processors and towers look at them
@@ -450,6 +452,11 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
         for name, function in stand_ins.items():
             stack.enter_context(patch(f"{loops}.{name}", function))
         yield
+
+
+def _read_own_prompts(reprompts: Reprompts, rollout: RolloutBuffer) -> list[list[int]]:
+    """In place of `Reprompts._asked`: the function is not called, and teachers read the prompts."""
+    return [sample.prompt for sample in rollout.samples]
 
 
 def _read_images(simulation: Simulation) -> Callable[[ImageReader, Sequence[ImageRef]], Processed]:

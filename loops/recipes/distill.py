@@ -22,6 +22,7 @@ from ..config import Teacher
 from ..models.policy import Policy
 from ..rl.context import RLContext
 from ..rl.feed import RolloutFeed
+from ..rl.reprompt import Reprompt, Reprompts, resolve_reprompt
 from ..rl.served_teacher import ServedTeacher, open_served_teacher
 from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_scheduler
@@ -35,6 +36,7 @@ from ..runs.teacher import (
     add_teacher_prompts,
     as_the_teacher_reads,
     encode_with_teacher_prompts,
+    follow_student,
     load_teacher,
     open_teacher,
 )
@@ -69,23 +71,30 @@ def open_distill(config: Distill) -> Training:
     no_images = ""
     if config.teacher.server is not None:
         no_images = "a teacher's server is sent no images so far; give --teacher.model"
-    if config.teacher.prompt is not None:
-        no_images = "teacher.prompt is read without images so far; leave it out"
+    for name in ("prompt", "reprompt"):
+        if getattr(config.teacher, name) is not None:
+            no_images = f"teacher.{name} is read without images so far; leave it out"
+    reprompt = None
+    if config.teacher.reprompt is not None:
+        reprompt = resolve_reprompt(config.teacher.reprompt)
     context = open_run(config, encoder(config), no_images=no_images)
     needed = tensors_needed(losses)
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
     model = None
     served = None
+    limit = None  # tokens that the teacher reads at most
     if config.teacher.server is not None:
         served = open_served_teacher(context, config.teacher, k=config.teacher.top_k or 0)
-        # a server draws one token more, which nobody reads
-        limit = None if served.context is None else served.context - 1
+        if served.context is not None:
+            limit = served.context - 1  # a server draws one token more, which nobody reads
         check_teacher_context(limit, context, config)
     if config.teacher.model is not None and (on_samples or "divergence" in needed):
         model = load_teacher(context, config.teacher)
+        limit = context_length(model)
         if config.teacher.prompt is not None:
-            of_model = getattr(model.plain.config.get_text_config(), "max_position_embeddings", None)
-            check_teacher_context(of_model, context, config)
+            check_teacher_context(limit, context, config)
+        if config.teacher.sync_steps:
+            follow_student(context, config.teacher, model)
     teacher, stored = open_teacher(
         context, config.teacher, needed="divergence" in needed, model=model
     )
@@ -103,7 +112,14 @@ def open_distill(config: Distill) -> Training:
     if model is not None:
         logprobs = context.accelerator.autocast()(frozen(model, temperature=temperature))
         read = partial(with_teacher, read, logprobs)
-    return context.train(losses, read, MixedFeed(context, prepare, schedule))
+    return context.train(losses, read, MixedFeed(context, prepare, schedule, reprompt, limit))
+
+
+def context_length(model: Policy) -> int | None:
+    """Tokens that a model can read, where its configuration says so."""
+    length: int | None
+    length = getattr(model.plain.config.get_text_config(), "max_position_embeddings", None)
+    return length
 
 
 def check_teacher_context(limit: int | None, context: RunContext[Policy], config: Distill) -> None:
@@ -201,6 +217,8 @@ class MixedFeed(StepFeed):
     Args:
         prepare: as of `Feed`, for steps of both kinds.
         schedule: of taid's teacher, which follows the loss of both.
+        reprompt: writes the teacher's prompts about the student's completions.
+        limit: tokens that the teacher reads at most.
     """
 
     stateful = True
@@ -210,6 +228,8 @@ class MixedFeed(StepFeed):
         context: RunContext[Policy],
         prepare: Callable[..., list[Batch]],
         schedule: TaidSchedule | None = None,
+        reprompt: Reprompt | None = None,
+        limit: int | None = None,
     ) -> None:
         config = context.config
         self.prepare = prepare
@@ -253,7 +273,19 @@ class MixedFeed(StepFeed):
             order=order,
             images=lambda task: asked(task).images,
         )
-        self.rollouts = RolloutFeed(rl)
+        self.reprompts: Reprompts | None = None
+        if reprompt is None:
+            self.rollouts = RolloutFeed(rl)
+            return
+        self.reprompts = Reprompts(
+            reprompt, context, lambda task: int(context.data[order(task)]["_row"]), limit
+        )
+        self.rollouts = RolloutFeed(
+            rl,
+            advantages=self.reprompts.ask,
+            select=self.reprompts.select,
+            report=self.reprompts.metrics,
+        )
 
     @property
     def steps(self) -> int:
@@ -263,6 +295,8 @@ class MixedFeed(StepFeed):
         self.last = step
         rollout = self.rollout_of.get(step)
         batches = self.data(step) if rollout is None else self.rollouts(rollout)
+        if rollout is not None and self.reprompts is not None:
+            batches = self.reprompts.add(self.rollouts.contexts(rollout), batches)
         return self.prepare(self, step, marked(batches, rollout is not None))
 
     def _held_out(self, feed: Feed, step: int, micro_batches: list[Batch]) -> list[Batch]:

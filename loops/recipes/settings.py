@@ -87,8 +87,9 @@ class Pairs(Settings):
 def _distill_alone(teacher: Teacher) -> Iterator[str]:
     if teacher.divergence == "taid":
         yield "teacher.divergence: taid follows the loss of distill; use another one here"
-    if teacher.prompt is not None:
-        yield "teacher.prompt: is for distill; leave it out here"
+    for name in ("prompt", "reprompt", "sync_steps"):
+        if getattr(teacher, name) is not None:
+            yield f"teacher.{name}: is for distill; leave it out here"
     if teacher.server is not None:
         yield "teacher.server: is for distill; give --teacher.model here"
 
@@ -297,6 +298,7 @@ class Distill(SFT, SamplingConfig):
 
     def contradictions(self) -> Iterator[str]:
         yield from super().contradictions()
+        yield from self._self_taught_contradictions()
         on_samples = sorted({"sampled_reverse_kl", "iw_opd"} & losses_named(self.loss))
         yield from self._server_contradictions(on_samples)
         if not self.on_policy:
@@ -333,6 +335,23 @@ class Distill(SFT, SamplingConfig):
             yield (
                 "teacher.server: ranks that compute one batch together would each ask it, and may be told otherwise; "
                 "shard the student by --parallel.dp_shard_size instead"
+            )
+
+    def _self_taught_contradictions(self) -> Iterator[str]:
+        """Yield what stands against a teacher that follows the student, or reads about it."""
+        if self.teacher.reprompt is not None and self.on_policy != 1:
+            yield "teacher.reprompt: is asked about completions of the student's; set on_policy to 1"
+        if self.teacher.reprompt is not None and self.streaming:
+            yield "teacher.reprompt: gets rows, of which a stream keeps none; leave streaming out"
+        if not self.teacher.sync_steps:
+            return
+        if self.lora.enabled:
+            yield "teacher.sync_steps: only a whole model follows the student; leave it out, or train without adapters"
+        named = isinstance(self.model, str) and isinstance(self.teacher.model, str)
+        if named and self.teacher.model != self.model:
+            yield (
+                f"teacher.sync_steps: the teacher begins as the student, wanted teacher.model {self.model}, got "
+                f"{self.teacher.model}; give that name, or leave it out"
             )
 
 

@@ -149,10 +149,18 @@ class RolloutFeed(StepFeed):
         rollout = self.rollout
         assert rollout is not None
         plan = []
-        for examples in rollout.plan(**self._planning(rollout, step)):
+        for examples in self.contexts(step):
             tasks = [rollout.task_of(contexts[0]) for contexts in examples]
             plan.append(list(map(self.context.order, tasks)))
         return plan
+
+    def contexts(self, step: int) -> list[list[list[int]]]:
+        """The examples of each micro-batch of a step on the rollout at hand, as indices of its
+        contexts.
+        """
+        rollout = self.rollout
+        assert rollout is not None
+        return rollout.plan(**self._planning(rollout, step))
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         """Receive the metrics of a step over all ranks; nothing of them is stored here."""

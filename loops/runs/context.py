@@ -87,7 +87,7 @@ class RunContext(Generic[Model]):
         description: the configuration as it was opened, in YAML; see `to_yaml`.
         accounting, eval_accounting: of the data, and of the held-out data if there are any.
         encode: makes examples of further records, as ``data`` was made.
-        synced: the reference, if it follows the policy.
+        synced: the reference, or the teacher, if it follows the policy.
     """
 
     config: Any

@@ -50,7 +50,7 @@ from ..models.sharding import left_in_files
 from ..registry import as_setting_error
 from .context import RunContext, TokenColumns
 from .feed import StepFeed, digest, stored_tokens
-from .reference import check_same_processor, frozen_policy_like
+from .reference import SyncedReference, check_same_processor, frozen_policy_like
 
 
 def open_teacher(
@@ -264,13 +264,19 @@ def add_teacher_prompts(
     """
     prepared = []
     for batch, indices in zip(micro_batches, plan, strict=True):
-        prompts = [torch.tensor(data[index][PROMPT_COLUMN]) for index in indices]
-        column = torch.zeros(0, 0, dtype=torch.int64)
-        if prompts:
-            column = pad_sequence(prompts, batch_first=True, padding_value=-1)
-        columns = {**batch.columns, PROMPT_COLUMN: column.to(batch.target.device)}
-        prepared.append(replace(batch, columns=columns))
+        prompts = [data[index][PROMPT_COLUMN] for index in indices]
+        prepared.append(with_teacher_prompts(batch, prompts))
     return prepared
+
+
+def with_teacher_prompts(batch: Batch, prompts: Sequence[Sequence[int]]) -> Batch:
+    """The batch with a teacher's prompt for each example, as `add_teacher_prompts` adds them."""
+    column = torch.zeros(0, 0, dtype=torch.int64)
+    if prompts:
+        tensors = [torch.tensor(prompt) for prompt in prompts]
+        column = pad_sequence(tensors, batch_first=True, padding_value=-1)
+    columns = {**batch.columns, PROMPT_COLUMN: column.to(batch.target.device)}
+    return replace(batch, columns=columns)
 
 
 def as_the_teacher_reads(batch: Batch) -> Batch:
@@ -341,10 +347,28 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     assert config.model is not None
     model = config.model
     if isinstance(model, str):
-        model = _read_teacher(context, model)
+        model = _read_teacher(context, config, model)
     else:
         _check_given_teacher(context, model)
     return frozen_policy_like(context.model, model, context.config)
+
+
+def follow_student(context: RunContext[Policy], config: Teacher, teacher: Policy) -> None:
+    """Have the teacher follow the student from now on, as a part of the run's checkpoints.
+
+    Raises:
+        ValueError: if it has other weights than the student.
+    """
+    assert config.sync_steps is not None
+    shapes = {name: each.shape for name, each in context.model.named_parameters()}
+    if {name: each.shape for name, each in teacher.named_parameters()} != shapes:
+        raise ValueError(
+            "teacher.sync_steps: the teacher has other weights than the student, which it can't follow; give a copy "
+            "of the student as teacher.model, or leave sync_steps out"
+        )
+    context.synced = SyncedReference(
+        context.model, teacher, interval=config.sync_steps, alpha=config.mixup_alpha
+    )
 
 
 def _check_given_teacher(context: RunContext[Policy], model: PreTrainedModel) -> None:
@@ -362,7 +386,7 @@ def _check_given_teacher(context: RunContext[Policy], model: PreTrainedModel) ->
         )
 
 
-def _read_teacher(context: RunContext[Policy], name: str) -> Any:
+def _read_teacher(context: RunContext[Policy], config: Teacher, name: str) -> Any:
     """Read a teacher by its name, after its tokenizer and processor were compared."""
     student = context.config
     named = as_setting_error(f"teacher.model: {name}")
@@ -373,7 +397,8 @@ def _read_teacher(context: RunContext[Policy], name: str) -> Any:
     if images is not None:
         settings = replace(student, model=name, model_revision=None, tokenizer=None)
         check_same_processor("teacher.model", images.reader, load_images(settings, tokenizer))
+    dtype = getattr(torch, student.dtype)
+    if config.sync_steps:  # 16 bits would lose small updates
+        dtype = torch.promote_types(dtype, torch.float32)
     with left_in_files(student.parallel.copy_size > 1):
-        return named(read_model)(
-            language_model_class(architecture), name, dtype=getattr(torch, student.dtype)
-        )
+        return named(read_model)(language_model_class(architecture), name, dtype=dtype)

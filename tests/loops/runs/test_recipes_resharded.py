@@ -42,6 +42,7 @@ RECIPES = [
     "reward",
     "prm",
     "distill",
+    "sdpo",
     "grpo",
 ]
 ONLINE = ["ppo", "ppo_critic", "online_dpo"]
@@ -70,11 +71,13 @@ PART = [
     ("cpo", "2 ddp", "4 hsdp"), ("reward", "4 hsdp", "2 fsdp"), ("prm", "4 hsdp", "2 ddp"),
     ("distill", "4 hsdp", "1 one"), ("grpo", "2 fsdp", "4 hsdp"), ("ppo", "2 fsdp", "4 fsdp"),
     ("ppo_critic", "1 one", "4 hsdp"), ("online_dpo", "1 one", "4 fsdp"),
-    ("dpo_averaged", "2 fsdp", "4 hsdp"),
+    ("dpo_averaged", "2 fsdp", "4 hsdp"), ("sdpo", "2 ddp", "2 fsdp"),
 ]  # fmt: skip
 PAIRS = list(itertools.product(KILLED, SHARDS))
 FURTHER = [(recipe, *PAIRS[17 - i]) for i, recipe in enumerate(2 * (RECIPES + ONLINE))]
 REST = [case for case in dict.fromkeys(ALL + CROSSED + FURTHER) if case not in PART]
+# The completions that a run samples.
+SAMPLED = {**dict.fromkeys(("grpo", *ONLINE), 2 * 3 * 3), "sdpo": STEPS * 5 * 2}
 QUICK = {"1 one": [("dpo", "2 fsdp")]}  # the other way round is in the part
 
 
@@ -194,9 +197,7 @@ def test_a_recipe_that_was_killed_goes_on_in_another_world_to_the_end_of_one_pro
         for line, same in zip(untimed(run), untimed(one), strict=True):
             assert line == pytest.approx(same, rel=EXACT, abs=EXACT), run.name
         (logprobs, sampled), (same, same_samples) = samples(run), samples(one)
-        assert sampled == same_samples and len(sampled) == (
-            2 * 3 * 3 if recipe in ("grpo", *ONLINE) else 0
-        )
+        assert sampled == same_samples and len(sampled) == SAMPLED.get(recipe, 0)
         for each, other in zip(logprobs, same, strict=True):
             assert each == pytest.approx(other, rel=EXACT, abs=EXACT), run.name
         torch.testing.assert_close(outputs(recipe, run), outputs(recipe, one), rtol=0, atol=EXACT)

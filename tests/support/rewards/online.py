@@ -33,6 +33,16 @@ def alike(row, sample):
     return 1.0
 
 
+def told(row, samples):
+    """A prompt about each completion that has an even token, with its share of them in it."""
+    asked = row["messages"][0]["content"]
+    shares = [even(row, sample) for sample in samples]
+    return [
+        [{"role": "user", "content": f"{share:.1f} was right. {asked}"}] if share else None
+        for share in shares
+    ]
+
+
 def unknown(row, sample):
     """Nothing is known but of one completion, which is compared with none."""
     return 1.0 if (sample.task, sample.index) == (0, 0) else None
