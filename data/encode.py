@@ -279,7 +279,8 @@ def prompt_tokens(
     limit = replace(options, max_length=None, truncation="error")
     try:
         row = read_row(record, columns.PROMPTS[0], system_prompt)
-        return examples.prompt_only(row, _encoder(tokenizer, options), limit=limit).example.prompt
+        encoded = examples.prompt_only(row, _encoder(tokenizer, options), limit=limit)
+        return list(encoded.example.prompt)
     except BadRow as bad:
         raise DataError(bad.problem) from None
 

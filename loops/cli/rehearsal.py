@@ -456,7 +456,7 @@ def _stand_ins(simulation: Simulation, capacity: int | None) -> Iterator[None]:
 
 def _read_own_prompts(reprompts: Reprompts, rollout: RolloutBuffer) -> list[list[int]]:
     """In place of `Reprompts._asked`: the function is not called, and teachers read the prompts."""
-    return [sample.prompt for sample in rollout.samples]
+    return [list(sample.prompt) for sample in rollout.samples]
 
 
 def _read_images(simulation: Simulation) -> Callable[[ImageReader, Sequence[ImageRef]], Processed]:

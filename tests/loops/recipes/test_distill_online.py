@@ -192,9 +192,12 @@ def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp
         ({"loss": "sampled_reverse_kl"}, "set on_policy above 0"),
         (
             {"on_policy": 0.5, "teacher": Teacher(model="x", top_k=3)},
-            "neither teacher.top_k nor teacher.logprobs",
+            "--teacher.model without teacher.top_k",
         ),
-        ({"on_policy": 0.5, "teacher": Teacher(logprobs="x")}, "give --teacher.model"),
+        (
+            {"on_policy": 0.5, "teacher": Teacher(logprobs="x")},
+            "give --teacher.server, or --teacher.model",
+        ),
         ({"on_policy": 0.5, "teacher": Teacher()}, "teacher: distillation needs one"),
         ({"on_policy": 0.5, "temperature": 0.0}, "temperature: at 0"),
         (

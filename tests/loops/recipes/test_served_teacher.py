@@ -2,6 +2,8 @@
 every step; against a stand-in for the server, and, slow, against vLLM.
 """
 
+import json
+
 import burnish
 import pytest
 import torch
@@ -14,6 +16,7 @@ from burnish.loops.rollouts.event_loops import run
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.rating import Passage, Rating, RatingServer, open_client
 from burnish.loops.runs.teacher import outputs_of_columns
+from forked import run_forked
 from tiny import make_examples, save_model, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm_fake import Fake, error
@@ -302,6 +305,37 @@ def test_settings_that_cannot_work_are_refused(flags, message, fake, command):
     status, said = command("--teacher.server", fake.url, *flags)
     assert status in (1, 2) and message in said
     assert not fake.calls
+
+
+def test_the_loss_and_the_weights_do_not_depend_on_the_split(models, fake, losses):
+    served = {"server": fake.url, "top_k": 8}
+    whole = losses(served, steps=3)
+    assert losses(served, steps=3, micro_tokens=40) == pytest.approx(whole, rel=1e-5)
+    assert len(set(whole)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 2])
+def test_two_ranks_ask_for_their_own_completions_under_autocast(
+    shards, models, fake, rows, losses, tmp_path
+):
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    settings = [models[0], fake.url, data, tmp_path / "run"]
+    for status, printed in run_forked(2, "rank_served", *map(str, settings), shards):
+        assert status == 0, printed[-3000:]
+    asked = [body["prompt"] for path, body in fake.calls if path == "/v1/completions"]
+    assert len(asked) == 1 + 2 * 4  # the main process met the server, and each step has 4 rows
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    alone = burnish.distill(
+        str(models[0]),
+        str(data),
+        teacher={"server": fake.url, "top_k": 8},
+        dtype="bfloat16",
+        batch_size=4,
+        steps=2,
+    )
+    for step, line in zip(alone, lines[-2:], strict=True):
+        assert line["distillation"] == pytest.approx(step.metrics["distillation"], rel=2e-3)
 
 
 @pytest.mark.slow
