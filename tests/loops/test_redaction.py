@@ -194,7 +194,7 @@ def inputs(tmp_path_factory):
         ),
         (
             {"run_name": "${ENV:HOME}"},
-            r"run_name: ${ENV:NAME} is read in rewards, environment, agent, order, vllm, data, eval_data",
+            r"run_name: ${ENV:NAME} is read in rewards, environment, agent, order, vllm, teacher, data, eval_data",
         ),
         (
             {"source": "vllm", "vllm": {"url": "${ENV:NOT_THERE}"}},

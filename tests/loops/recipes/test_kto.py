@@ -181,7 +181,7 @@ def test_no_pass_is_longer_than_max_length(run, monkeypatch):
         (["--loss", "dpo"], "loss: 'dpo' is not one of apo_zero_unpaired, bco"),
         (
             ["--loss", "{kto: 1, distillation: 1}"],
-            "distillation needs one; give --teacher.model or --teacher.logprobs",
+            "distillation needs one; give --teacher.model, --teacher.server, or --teacher.logprobs",
         ),
         (["--teacher.model", "x"], "no loss of this mix learns from it"),
     ],
