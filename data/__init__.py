@@ -32,6 +32,11 @@ from .encode import (
     step_example as step_example,
 )
 from .examples import Example as Example, Tokenization as Tokenization
-from .mixture import concatenated as concatenated, load_data as load_data, where as where
+from .mixture import (
+    concatenated as concatenated,
+    load_data as load_data,
+    part_of as part_of,
+    where as where,
+)
 from .stream import Stream as Stream, StreamBatches as StreamBatches
 from .records import DataError as DataError, Records as Records, load as load

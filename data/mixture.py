@@ -184,13 +184,19 @@ def concatenated(parts: Sequence[Records]) -> Dataset:
         raise DataError(f"{sources}: {problem}") from error
 
 
-def where(parts: Sequence[Records], row: int) -> str:
-    """Name a row of the concatenated parts, for a message."""
+def part_of(parts: Sequence[Records], row: int) -> tuple[Records, int]:
+    """The part that a row of the concatenated parts is from, and its number there."""
     for part in parts:
         if row < len(part.dataset):
-            return part.where(row)
+            return part, row
         row -= len(part.dataset)
     raise IndexError(row)
+
+
+def where(parts: Sequence[Records], row: int) -> str:
+    """Name a row of the concatenated parts, for a message."""
+    part, number = part_of(parts, row)
+    return part.where(number)
 
 
 _FIELDS = [field.name for field in fields(Part)]

@@ -800,16 +800,36 @@ class Teacher(Settings):
     """Softmax temperature of both sides."""
 
     def contradictions(self) -> Iterator[str]:
+        yield from self._impossible_of_its_kind()
+        if self.prompt is not None and self.reprompt is not None:
+            yield "teacher.prompt: teacher.reprompt writes the teacher's prompts; give one of the two"
+        if self.mixup_alpha != Teacher.mixup_alpha and not self.sync_steps:
+            yield "teacher.mixup_alpha: without teacher.sync_steps the teacher stays as it is; give it, such as 1"
         read = {
             "alpha": ("skew_forward_kl", "skew_reverse_kl", "alpha_beta_divergence"),
             "beta": ("jsd", "alpha_beta_divergence"),
             "taid_start": ("taid",),
         }
+        for name, divergences in read.items():
+            given = getattr(self, name) != getattr(Teacher, name)
+            if given and self.divergence not in divergences:
+                yield (
+                    f"teacher.{name}: is for {', '.join(divergences)}, and the divergence is {self.divergence}; "
+                    "leave it out"
+                )
+
+    def _impossible_of_its_kind(self) -> Iterator[str]:
+        """Yield what a stored teacher can't do, or one on a server, or one that is on none."""
         is_stored = self.server is None and (self.model is None or self.top_k is not None)
         if self.prompt is not None and is_stored:
             yield (
                 "teacher.prompt: what is stored of a teacher is under the student's prompts; give --teacher.model or "
                 "--teacher.server, and no teacher.logprobs; a model without teacher.top_k"
+            )
+        if self.sync_steps and (self.model is None or self.top_k is not None):
+            yield (
+                "teacher.sync_steps: what is stored of a teacher, or served, stays as it is; give --teacher.model, and "
+                "neither teacher.top_k nor teacher.logprobs"
             )
         if self.server is None and self.api_key is not None:
             yield "teacher.api_key: it is for a server, whose teacher.server is missing"
@@ -818,22 +838,6 @@ class Teacher(Settings):
                 "teacher.temperature: a vLLM server gives log-probs at temperature 1, and those of k tokens can't be "
                 "turned into others; leave it out, or give --teacher.model"
             )
-        if self.prompt is not None and self.reprompt is not None:
-            yield "teacher.prompt: teacher.reprompt writes the teacher's prompts; give one of the two"
-        if self.sync_steps and (self.model is None or self.top_k is not None):
-            yield (
-                "teacher.sync_steps: what is stored of a teacher stays as it is; give --teacher.model, and neither "
-                "teacher.top_k nor teacher.logprobs"
-            )
-        if self.mixup_alpha != Teacher.mixup_alpha and not self.sync_steps:
-            yield "teacher.mixup_alpha: without teacher.sync_steps the teacher stays as it is; give it, such as 1"
-        for name, divergences in read.items():
-            given = getattr(self, name) != getattr(Teacher, name)
-            if given and self.divergence not in divergences:
-                yield (
-                    f"teacher.{name}: is for {', '.join(divergences)}, and the divergence is {self.divergence}; "
-                    "leave it out"
-                )
 
     def check(self, *, needed: bool) -> None:
         """Check before anything is loaded that there is one teacher where losses need it.

@@ -18,8 +18,9 @@ class Logprobs(torch.nn.Module):
 
     def forward(self, tokens, mask):
         hidden = self.model.base_model(tokens, use_cache=False).last_hidden_state
-        here, head = mask[:, 1:], self.model.get_output_embeddings()
-        return linear_logprob(hidden[:, :-1][here], head.weight, tokens[:, 1:][here]).logprob
+        head = self.model.get_output_embeddings().weight
+        here = mask[:, 1:]
+        return linear_logprob(hidden[:, :-1][here], head, tokens[:, 1:][here]).logprob
 
 
 def shard(model):

@@ -6,6 +6,7 @@ the steps it is therefore trained on its own completions of the step's prompts (
 2023, arXiv:2306.13649).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import partial
@@ -68,15 +69,10 @@ _APPLIES_TO = {"distillation": None, "sampled_reverse_kl": "sampled", "iw_opd": 
 def open_distill(config: Distill) -> Training:
     """Open a run that is ready to train."""
     losses = distill_losses(config)
-    no_images = ""
-    if config.teacher.server is not None:
-        no_images = "a teacher's server is sent no images so far; give --teacher.model"
-    for name in ("prompt", "reprompt"):
-        if getattr(config.teacher, name) is not None:
-            no_images = f"teacher.{name} is read without images so far; leave it out"
     reprompt = None
     if config.teacher.reprompt is not None:
         reprompt = resolve_reprompt(config.teacher.reprompt)
+    no_images = objection_to_images(config.teacher)
     context = open_run(config, encoder(config), no_images=no_images)
     needed = tensors_needed(losses)
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
@@ -115,6 +111,16 @@ def open_distill(config: Distill) -> Training:
     return context.train(losses, read, MixedFeed(context, prepare, schedule, reprompt, limit))
 
 
+def objection_to_images(teacher: Teacher) -> str:
+    """Why the teacher can't rate rows with images; "" if it can."""
+    for name in ("prompt", "reprompt"):
+        if getattr(teacher, name) is not None:
+            return f"teacher.{name} is read without images so far; leave it out"
+    if teacher.server is not None:
+        return "a teacher's server is sent no images so far; give --teacher.model"
+    return ""
+
+
 def context_length(model: Policy) -> int | None:
     """Tokens that a model can read, where its configuration says so."""
     length: int | None
@@ -127,6 +133,11 @@ def check_teacher_context(limit: int | None, context: RunContext[Policy], config
     if limit is None or context.stream is not None:
         return
     sampled = config.max_tokens if config.on_policy else 0
+    longest = math.inf
+    if config.teacher.prompt is None and config.max_length is not None:
+        longest = config.max_length + sampled
+    if longest <= limit:
+        return  # without a look at every row
     column = "prompt" if config.teacher.prompt is None else PROMPT_COLUMN
     shorten = "rows (max_length)"
     if config.teacher.prompt is not None:

@@ -2,11 +2,10 @@
 are evaluated.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any, cast
 
 from accelerate import Accelerator
@@ -22,6 +21,7 @@ from ...data import (
     encode_rows,
     example,
     load_data,
+    part_of,
 )
 from ...data.chat import Encoder
 from ...data.columns import with_pictures
@@ -264,11 +264,10 @@ def rows_for_rewards(parts: Sequence[Records]) -> Callable[[int], Row]:
     of images.
     """
     rows = concatenated(parts)
-    ends = list(accumulate(len(part.dataset) for part in parts))
 
     def row(number: int) -> Row:
-        folder = parts[bisect_right(ends, number)].folder
-        return with_pictures(rows[number], folder)
+        part, _ = part_of(parts, number)
+        return with_pictures(rows[number], part.folder)
 
     return row
 

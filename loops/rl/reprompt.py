@@ -18,14 +18,13 @@ completion, or of a completion of the same prompt that succeeded.
 
 import inspect
 import logging
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from ...data import DataError, prompt_tokens
+from ...data import DataError, part_of, prompt_tokens
 from ...data.columns import OPTION_COLUMNS
 from ..batch import Batch
 from ..models.policy import Policy
@@ -134,8 +133,7 @@ class Reprompts:
                 yield None if prompt is None else self._encoded(prompt, number, row, sample)
 
     def _encoded(self, prompt: Prompt, number: int, row: Row, sample: Sample) -> list[int] | None:
-        ends = list(accumulate(len(part.dataset) for part in self.run.records))
-        part = self.run.records[bisect_right(ends, number)]
+        part, _ = part_of(self.run.records, number)
         options = {name: row[name] for name in OPTION_COLUMNS if row.get(name) is not None}
         try:
             ids = prompt_tokens(

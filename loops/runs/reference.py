@@ -279,7 +279,8 @@ class AveragedReference(SyncedReference):
 
     An average lags behind the policy that moves away from its start θ_τ; the second term takes it
     along. The average is updated every φ steps after step τ, the reference every ``interval`` steps
-    after it. Both averages are in float32 or better, as two more copies of the trained weights.
+    after it. Both averages are in float32 or better, as two more copies of the trained weights. t
+    counts the steps of the run, as in TRL's ``BEMACallback``, also with τ > 0.
 
     Args:
         interval: a multiple of φ.

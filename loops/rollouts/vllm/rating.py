@@ -107,6 +107,8 @@ class RatingServer:
         return await gather_or_cancel(self._rate(passage, k, vocab) for passage in passages)
 
     async def _rate(self, passage: Passage, k: int, vocab: int) -> Rating:
+        if not passage.places:
+            return Rating([], [], [])
         attempts = self._attempts(f"the teacher at {self.client.url} could not be asked")
         while True:
             try:

@@ -19,7 +19,7 @@ from burnish.loops.recipes.settings import Distill
 from burnish.loops.rl.reprompt import resolve_reprompt
 from burnish.loops.rollouts.sample import Sample
 from online import lines, stored
-from tiny import save_model, sums, write_rows
+from tiny import save_model, save_sharpened, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 STEPS = 4
@@ -39,12 +39,7 @@ def by_length(row, samples):
 def common(tmp_path_factory):
     directory = tmp_path_factory.mktemp("start")
     rows = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in sums(8)]
-    model = str(save_model(directory / "start"))
-    sharpened = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():  # a random model hardly looks at its prompt
-        for parameter in sharpened.parameters():
-            parameter.mul_(6.0 if parameter.ndim > 1 else 1.0)
-    sharpened.save_pretrained(model)
+    model = str(save_sharpened(directory / "start"))
     return {
         "model": model,
         "teacher": Teacher(model=model, reprompt=by_length, divergence="reverse_kl"),

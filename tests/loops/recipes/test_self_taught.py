@@ -11,7 +11,7 @@ from burnish.loops.config import Teacher
 from burnish.loops.recipes.distill import encoder, open_distill
 from burnish.loops.recipes.settings import Distill
 from online import lines, stored
-from tiny import save_model, sums, write_rows
+from tiny import save_sharpened, sums, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -28,12 +28,7 @@ def common(tmp_path_factory):
         {"prompt": pair["prompt"], "completion": pair["chosen"], "hint": hinted(pair)}
         for pair in sums(8)
     ]
-    model = str(save_model(directory / "start"))
-    sharpened = AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():  # a random model hardly looks at its prompt
-        for parameter in sharpened.parameters():
-            parameter.mul_(6.0 if parameter.ndim > 1 else 1.0)
-    sharpened.save_pretrained(model)
+    model = str(save_sharpened(directory / "start"))
     return {
         "model": model,
         "teacher": Teacher(model=model, prompt="hint"),

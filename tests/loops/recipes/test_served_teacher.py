@@ -255,6 +255,9 @@ def test_a_server_that_is_busy_is_asked_again_and_a_lost_one_told(fake, models):
     top = expected.topk(2)
     assert first.ids == top.indices.tolist() and first.logprobs == top.values.tolist()
     assert len(second.logp) == 1
+    asked = len(fake.calls)
+    assert run(server.rate([Passage([5, 6], [])], 2, fake.vocab)) == [Rating([], [], [])]
+    assert len(fake.calls) == asked, "of no token nothing is asked"
     fake.odd["/v1/completions"] = lambda body: error(503, "busy")
     with pytest.raises(
         SourceError, match=r"could not be asked in 3 attempts over \d+ s: .*busy; check"

@@ -6,10 +6,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from burnish.loops.batch import collate
+from burnish.loops.config import Teacher
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.routers import load_balancing
+from burnish.loops.recipes.distill import open_distill
+from burnish.loops.recipes.kto import open_kto
 from burnish.loops.recipes.preference import open_cpo, open_dpo, open_orpo
-from burnish.loops.recipes.settings import CPO, DPO, ORPO, SFT
+from burnish.loops.recipes.settings import CPO, DPO, KTO, ORPO, SFT, Distill
 from burnish.loops.recipes.sft import open_sft
 from burnish.loops.train.losses import Term, compose, policy_tensors, router_loss, weightings
 from burnish.loops.train.step import train_step
@@ -155,12 +158,22 @@ def test_a_model_without_routers_is_refused():
 
 
 @pytest.mark.parametrize(
-    "recipe", [(open_sft, SFT), (open_dpo, DPO), (open_cpo, CPO), (open_orpo, ORPO)]
+    "recipe",
+    [
+        (open_sft, SFT),
+        (open_dpo, DPO),
+        (open_cpo, CPO),
+        (open_orpo, ORPO),
+        (open_kto, KTO),
+        (open_distill, Distill),
+    ],
 )
 def test_recipes_lower_it_and_measure_held_out_data(recipe, start):
     open_recipe, settings = recipe
-    data = ROWS if settings is SFT else sums(10)
+    data = ROWS if issubclass(settings, SFT) else sums(10)
     fields = {"learning_rate": 3e-3, "steps": 8, "batch_size": 10, "gradient_checkpointing": True}
+    if settings is Distill:
+        fields["teacher"] = Teacher(model=start)
     run = open_recipe(
         settings(model=start, data=data, eval_data=data, router_aux_loss_coef=10.0, **fields)
     )

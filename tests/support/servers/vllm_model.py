@@ -20,7 +20,8 @@ def make_model(vocabulary, *, seed=0, layers=2):
         max_position_embeddings=512,
         eos_token_id=1,
     )
-    return _peaked(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return tiny.sharpened(model, 3.0)
 
 
 def make_experts(vocabulary, *, seed=0, intermediate=32):
@@ -39,14 +40,8 @@ def make_experts(vocabulary, *, seed=0, intermediate=32):
         max_position_embeddings=512,
         eos_token_id=1,
     )
-    return _peaked(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
-
-
-def _peaked(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0) if parameter.ndim > 1 else None
-    return model
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return tiny.sharpened(model, 3.0)
 
 
 def save_model(directory, *, seed=0, layers=2):
