@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from ..models.end_tokens import end_tokens
-from ..models.io import read_model
+from ..models.io import as_missing_model, read_model
 from ..registry import as_setting_error
+from ..runs.preflight import check_model, is_directory
 from .offline import go_offline
 
 
@@ -52,9 +53,9 @@ def run(words: Sequence[str]) -> None:
         raise ValueError(f"max_tokens: wanted at least 1, got {options.max_tokens}")
     name = model_of(options.model)
     go_offline([name])
-    model = _load(name)
-    with as_setting_error(f"tokenizer: {name}"):
+    with as_missing_model("model", name):
         tokenizer = AutoTokenizer.from_pretrained(name)
+    model = _load(name)
     sampling = _sampling(options.temperature)
     if options.repetition_penalty is not None:
         if not options.repetition_penalty > 0:
@@ -69,7 +70,8 @@ def model_of(named: str) -> str:
     """The model of a run's directory; any other name is a model's own.
 
     Raises:
-        ValueError: if the run has no model, or the directory holds an adapter alone.
+        ValueError: if the run has no model, the directory holds an adapter alone or no model, or
+            there is no such directory.
     """
     directory = Path(named)
     if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
@@ -77,6 +79,8 @@ def model_of(named: str) -> str:
             f"{named}: holds an adapter alone; burnish merge {named} OUT makes a model of it"
         )
     if not (directory / "config.yaml").exists() or (directory / "config.json").exists():
+        if is_directory(named):
+            check_model("model", directory)
         return named
     if not (directory / "model/config.json").exists():
         raise ValueError(

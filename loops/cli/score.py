@@ -39,7 +39,7 @@ from ...data.columns import OPTION_COLUMNS
 from ...objectives import step_aggregate
 from ..batch import Batch, collate
 from ..models.backbone import evaluating
-from ..models.io import read_model
+from ..models.io import as_missing_model, read_model
 from ..models.policy import Policy
 from ..models.scorer import Scorer, ends_marked
 from ..registry import as_setting_error
@@ -139,7 +139,7 @@ class ScoringModel:
 def open_scoring_model(name: str, how: How, micro_tokens: int) -> ScoringModel:
     """Load a model that scores, by the kind that its configuration names."""
     go_offline([name])
-    with as_setting_error(f"model: {name}"):
+    with as_missing_model("model", name):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     kind = _kind(config)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -208,15 +209,25 @@ def _refuse_adapter(name: str) -> None:
 
 
 def _tokenizer_named(field: str, name: str, revision: str | None) -> Any:
+    what = name if revision is None else f"{name} at {revision}"
+    with as_missing_model(field, what):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **_of_revision(revision))
+    return tokenizer
+
+
+@contextmanager
+def as_missing_model(field: str, name: str) -> Iterator[None]:
+    """Turn an error by which `transformers` finds no model of this name into a ValueError that
+    tells what the name may be.
+    """
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, **_of_revision(revision))
+        yield
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             with as_setting_error(f"{field}: {name}"):  # says what to do instead
                 raise
-        what = name if revision is None else f"{name} at {revision}"
         raise ValueError(
-            f"{field}: {what} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
+            f"{field}: {name} is neither a directory that holds a model and its tokenizer, nor one on the Hub "
             f"that can be reached; check the name. {error}"
         ) from error
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from ...data import DataError
 from ...data.records import READERS
 from ..config import Common
-from ..registry import as_setting_error
+from ..models.io import as_missing_model
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.index.json")
 
@@ -54,16 +54,16 @@ def _check_models(config: Common) -> None:
             )
         if field == "lora.path":
             continue  # looked at where it is loaded
-        # A name on the Hub has one slash at most: Qwen/Qwen3-0.6B.
-        if name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists():
-            _check_model(field, Path(name))
+        if is_directory(name):
+            check_model(field, Path(name))
             if field == "model" and config.model_revision not in (None, "main"):
                 raise ValueError(
                     f"model_revision: {name} is a directory, and holds one revision; leave it out, or name a model on "
                     f"the Hub, got {config.model_revision!r}"
                 )
         elif field != "model":  # the tokenizer of the model is read next
-            as_setting_error(f"{field}: {name}")(AutoConfig.from_pretrained)(name)
+            with as_missing_model(field, name):
+                AutoConfig.from_pretrained(name)
 
 
 def _check_data(config: object) -> None:
@@ -97,7 +97,15 @@ def _value(config: object, field: str) -> Any:
     return config
 
 
-def _check_model(field: str, path: Path) -> None:
+def is_directory(name: str) -> bool:
+    """True for a model's name that is no name on the Hub, which has one slash at most, such as
+    Qwen/Qwen3-0.6B.
+    """
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def check_model(field: str, path: Path) -> None:
+    """Raise ValueError unless a directory holds a model, or an adapter."""
     if not path.is_dir():
         wrong = "it is a file" if path.exists() else "there is no such directory"
         raise ValueError(

@@ -150,7 +150,11 @@ def test_what_cannot_be_talked_to_is_refused(tmp_path, model, chat):
     )
     assert "temperature: wanted at least 0, got -1.0" in chat([], model, "--temperature", "-1")[2]
     assert "max_tokens: wanted at least 1, got 0" in chat([], model, "--max_tokens", 0)[2]
-    assert "model: nowhere/there" in chat([], "nowhere/there")[2]
+    assert "model: nowhere/there is neither a directory" in chat([], "nowhere/there")[2]
+    missing = tmp_path / "runs/nope"
+    assert f"{missing} is neither a directory" in chat([], missing)[2]
+    missing.mkdir(parents=True)
+    assert f"{missing}: no config.json; wanted the directory that holds" in chat([], missing)[2]
     assert "the context of this model 512; begin anew" in chat(["x" * 600], model)[2]
 
 

@@ -200,7 +200,7 @@ def test_prompts_whose_completions_are_worth_the_same_make_no_pair():
         (["prm", "pairs.jsonl"], "wanted the columns prompt and completions, the steps"),
         (["reward", "prompts.jsonl"], "prompts.jsonl"),
         (["reward", "pairs.jsonl", "--reward", "mine"], "reward: compares the samples of a run"),
-        (["missing", "pairs.jsonl"], "missing"),
+        (["missing", "pairs.jsonl"], "missing is neither a directory"),
     ],
 )
 def test_what_cannot_be_scored_is_refused_by_a_message(words, said, place, capsys):
@@ -211,6 +211,11 @@ def test_what_cannot_be_scored_is_refused_by_a_message(words, said, place, capsy
     assert main(["score", *paths]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith("burnish score: ") and said in printed
+
+
+def test_a_relative_name_that_is_no_model_is_not_blamed_on_the_hub_alone(place, capsys):
+    assert main(["score", "runs/nope", str(place / "pairs.jsonl")]) == 1
+    assert "model: runs/nope is neither a directory" in capsys.readouterr().err
 
 
 def test_rows_come_back_in_their_order(place, capsys, tmp_path):
