@@ -22,6 +22,7 @@ config, cli, api    settings checked by their types; the command, and the recipe
 from typing import TYPE_CHECKING
 
 from ..lazy import lazy_exports
+from .quiet import hold_back
 
 if TYPE_CHECKING:
     from .batch import Batch as Batch, collate as collate
@@ -58,4 +59,5 @@ if TYPE_CHECKING:
     )
     from .batch import weighted as weighted
 
+hold_back()  # before anything imports peft
 __getattr__ = lazy_exports(__name__)

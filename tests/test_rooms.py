@@ -19,7 +19,7 @@ SHIPPED = set(
 # The floors of loops/, lowest first. A room imports from lower floors only, and a recipe from no
 # other recipe.
 FLOORS = [
-    {"lines", "own_code", "redaction", "versions"},
+    {"lines", "own_code", "quiet", "redaction", "versions"},
     {"registry"},
     {"batch", "config"},
     {"models"},

@@ -203,8 +203,6 @@ def _tool(name: str, words: list[str]) -> int:
     """Run a command on what was trained, ``run(words)`` of its module; errors are one message."""
     shows_traceback = "--traceback" in words or bool(os.environ.get("BURNISH_TRACEBACK"))
     words = [word for word in words if word != "--traceback"]
-    # peft imports it; see `_run`
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import_module(f".{name}", __package__).run(words)
     except KeyboardInterrupt:
@@ -332,9 +330,6 @@ def _prepare_libraries(config: object) -> None:
     """Keep libraries from warnings, waits and questions that help nobody who starts a run."""
     # peft's use of transformers
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-    # on some CPUs it warns that 4-bit products are slow; peft imports it
-    if not getattr(config, "quantize", None):
-        logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     teacher = getattr(config, "teacher", None)
     models = (getattr(config, "model", None), getattr(config, "value_model", None))
     go_offline((*models, getattr(teacher, "model", None)))

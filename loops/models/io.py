@@ -25,6 +25,7 @@ from transformers.modeling_layers import (
 
 from ...data import read_chat_template
 from ...data.images import ImageReader
+from .. import quiet
 from ..config import Common
 from ..registry import as_setting_error, build, nearest
 from .activations import add_noise, checkpoint_activations, without_randomness
@@ -586,6 +587,7 @@ def _quantization(config: Common) -> dict[str, Any]:
         )
     fields: dict[str, Any]
     if config.quantize == "4bit":
+        quiet.release()
         fields = {
             "load_in_4bit": True,
             "bnb_4bit_quant_type": "nf4",

@@ -2,14 +2,12 @@
 change, most of them within two seconds and before a model is loaded."""
 
 import json
-import logging
 import re
 import resource
 import shutil
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -412,19 +410,6 @@ def test_a_mistake_in_the_command_costs_two_seconds_at_most(tmp_path, words, wan
     )
     assert done.returncode == 2 and wanted in done.stderr
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
-
-
-@pytest.mark.parametrize("quantize", [False, True])
-def test_bitsandbytes_is_quiet_unless_something_is_quantized(burnish, quantize, monkeypatch):
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    monkeypatch.setattr(logger, "level", logging.NOTSET)
-    monkeypatch.setattr(
-        "burnish.loops.recipes.sft.open_sft",
-        lambda config: SimpleNamespace(train=dict, uploaded=True),
-    )
-    flags = ["--lora.r", "2", "--quantize", "4bit"] if quantize else []
-    assert burnish("sft", flags)[0] == 0
-    assert logger.level == (logging.NOTSET if quantize else logging.ERROR)
 
 
 def test_a_stopped_demo_is_told_what_goes_on(capsys, monkeypatch):

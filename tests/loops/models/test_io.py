@@ -1,10 +1,14 @@
 """Models in and out: what was trained is what transformers loads."""
 
+import logging
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from burnish.loops import quiet
 from burnish.loops.batch import collate
 from burnish.loops.config import Common, Lora
 from burnish.loops.models.activations import sequence_lengths
@@ -360,6 +364,30 @@ def test_noise_on_embeddings_is_that_of_the_paper_and_only_in_training(start):
         assert torch.equal(policy(batch).logprob, exact)
     policy.eval()
     assert torch.equal(policy(batch).logprob, exact)
+
+
+def test_bitsandbytes_tells_of_slow_4_bit_products_where_one_quantizes(start, caplog):
+    pytest.importorskip("bitsandbytes", reason="the extra 'quant' is not installed")
+    quiet.hold_back()
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "why")
+    logger.warning("another line")
+    load_model(config(start, quantize="8bit", lora=Lora(r=2)))
+    assert caplog.messages == ["another line"]
+    load_model(config(start, quantize="4bit", lora=Lora(r=2)))
+    assert "Failed to load CPU gemm_4bit_forward from kernels-community: why" in caplog.messages
+
+
+def test_a_program_that_imports_burnish_does_not_read_of_4_bit_products():
+    program = """
+import logging
+import burnish.loops
+logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+logger.warning("Failed to load CPU gemm_4bit_forward from kernels-community")
+logger.warning("another line")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr == "another line\n"
 
 
 @pytest.mark.filterwarnings("ignore")  # of bitsandbytes, about the CPU
