@@ -10,7 +10,6 @@ each twice. So a mixture has a length, its account says the rows of each part, a
 make up a step depends on nothing but the step. Each part is encoded by its own layout.
 """
 
-import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +21,8 @@ import numpy.typing as npt
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 
 from .batches import permutation
-from .columns import ASSISTANT, LAYOUT_COLUMNS, Message
+from .columns import ASSISTANT, Message
+from .hashes import by_digest, by_name, by_size, row_hashes
 from .records import Data, DataError, Records, is_text, load, parse_name
 
 log = logging.getLogger(__name__)
@@ -160,12 +160,32 @@ def _warn_of_shared(train: Sequence[Records], held_out: Sequence[Records]) -> No
     """Say how many held-out rows are trained on as well: measuring them measures nothing new."""
     if not (train and held_out):
         return
-    trained = np.concatenate([_hashes(part.dataset, 0) for part in train])
-    measured = np.concatenate([_hashes(part.dataset, 0) for part in held_out])
-    shared = int(np.isin(measured, trained).sum())
-    if shared:
-        message = "eval_data: %d of its %d rows are also trained on; name others"
-        log.warning(message, shared, len(measured))
+    count = sum(len(part.dataset) for part in held_out)
+    # The sizes of images leave few rows whose images have to be read.
+    for identity in (by_size, by_digest):
+        trained = [row_hashes(part, 0, identity) for part in train]
+        measured = [row_hashes(part, 0, identity) for part in held_out]
+        train = _among(train, trained, measured)
+        held_out = _among(held_out, measured, trained)
+        if not held_out:
+            return
+    shared = sum(len(part.dataset) for part in held_out)
+    log.warning("eval_data: %d of its %d rows are also trained on; name others", shared, count)
+
+
+def _among(
+    parts: Sequence[Records],
+    hashes: Sequence[npt.NDArray[np.uint64]],
+    others: Sequence[npt.NDArray[np.uint64]],
+) -> list[Records]:
+    """The rows whose hashes are among the others; no part without one."""
+    known = np.concatenate(others)
+    kept = []
+    for part, of_part in zip(parts, hashes, strict=True):
+        rows = np.flatnonzero(np.isin(of_part, known))
+        if len(rows):
+            kept.append(part.pick(rows))
+    return kept
 
 
 def concatenated(parts: Sequence[Records]) -> Dataset:
@@ -280,9 +300,10 @@ def _hold_out(
 ) -> tuple[list[Records], list[Records]]:
     """Hold out the rows with the lowest hashes of their texts.
 
-    So rows that say the same are on one side, and a row keeps its side when others are added.
+    So rows that say the same are on one side, and a row keeps its side when others are added. The
+    images of a row count by their names.
     """
-    keys = [_hashes(part.dataset, seed) for part in parts]
+    keys = [row_hashes(part, seed, by_name) for part in parts]
     every = np.sort(np.concatenate(keys))
     count = round(amount * len(every)) if amount < 1 else int(amount)
     # where the limit is the highest hash, as of copies of one row, none would be left to train on
@@ -306,20 +327,6 @@ def _once(records: Records) -> Records:
     assert records.picked is not None
     _, first = np.unique(records.picked, return_index=True)
     return records.pick(first)
-
-
-def _hashes(dataset: Dataset, seed: int) -> npt.NDArray[np.uint64]:
-    """A hash of what each row says, in the columns that recipes read; of all if it has none."""
-    names = [name for name in dataset.column_names if name in LAYOUT_COLUMNS]
-    read = dataset.select_columns(names or dataset.column_names)
-    hashes = bytearray()
-    # Arrow's own conversion: `datasets` decodes the features of each row, which takes longer
-    for rows in read.with_format("arrow").iter(1000):
-        for values in zip(*rows.to_pydict().values(), strict=True):
-            # half a pair of surrogates, which JSON may have, is no UTF-8
-            text = repr((seed, values)).encode(errors="surrogatepass")
-            hashes += hashlib.blake2b(text, digest_size=8).digest()
-    return np.frombuffer(bytes(hashes), dtype="<u8")
 
 
 def _renamed(dataset: Dataset, names: Mapping[str, str]) -> Dataset:

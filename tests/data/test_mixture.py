@@ -241,6 +241,51 @@ def test_rows_that_are_both_trained_on_and_held_out_are_counted(write, caplog) -
     assert caplog.text == ""
 
 
+def in_column(image) -> dict[str, object]:
+    return {"images": [image]}
+
+
+def in_part(image) -> dict[str, object]:
+    parts = [{"type": "image", "image": image}, {"type": "text", "text": "what?"}]
+    return {"prompt": [{"role": "user", "content": parts}]}
+
+
+@pytest.mark.parametrize("show", [in_column, in_part])
+def test_held_out_rows_of_other_images_are_not_those_trained_on(show, tmp_path, caplog) -> None:
+    """Whatever their files are called; three of the four images are of one size."""
+
+    def rows(folder: str, contents: dict[str, bytes]) -> str:
+        (tmp_path / folder / "images").mkdir(parents=True)
+        written = []
+        for name, content in contents.items():
+            (tmp_path / folder / "images" / name).write_bytes(content)
+            written.append({"prompt": "what?", "completion": "x", **show(f"images/{name}")})
+        path = tmp_path / folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in written))
+        return str(path)
+
+    train = rows("train", {"1.png": b"aaaa", "2.png": b"bbbb"})
+    load_data(train, rows("apart", {"1.png": b"cccc", "2.png": b"dd"}))
+    assert caplog.text == ""
+    load_data(train, rows("mixed", {"1.png": b"cccc", "9.png": b"aaaa", "2.png": b"dd"}))
+    assert "eval_data: 1 of its 3 rows are also trained on" in caplog.text
+    caplog.clear()
+    train = [{"prompt": "what?", "completion": "x", **show({"bytes": b"aaaa"})}]
+    held_out = rows("files", {"1.png": b"aaaa"})
+    load_data(train, held_out)
+    assert "eval_data: 1 of its 1 rows are also trained on" in caplog.text
+
+
+@pytest.mark.parametrize("show", [in_column, in_part])
+def test_rows_are_held_out_by_the_images_that_they_show(show, write) -> None:
+    rows = [
+        {"id": i, "prompt": "what?", "completion": "x", **show(f"{i // 2}.png")} for i in range(20)
+    ]
+    train, held_out = load_data(write("a", rows), 0.2)
+    taken = {number // 2 for number in held_out[0].dataset["id"]}
+    assert len(taken) == 2 and not taken & {number // 2 for number in train[0].dataset["id"]}
+
+
 def test_a_weight_is_how_many_times_the_rows_are_taken(write) -> None:
     a, b = write("a", 10), write("b", 4)
     mixed, _ = load_data({a: 0.5, b: 2.5}, seed=1)
