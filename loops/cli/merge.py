@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from ..config import Lora
 from ..models.adapters import UNMERGED
 from ..models.backbone import Backbone
-from ..models.io import find_images, load_classifier, load_model, load_tokenizer, write_model
+from ..models.io import (
+    LABELS_FILE,
+    find_images,
+    load_classifier,
+    load_model,
+    load_tokenizer,
+    write_model,
+)
 from ..recipes.reward import set_pad_token
 from ..recipes.settings import SFT
 from ..registry import as_setting_error
@@ -124,9 +131,17 @@ def _with_adapter(config: SFT, task: str, weights: Mapping[str, Tensor]) -> nn.M
     """The base model with the adapter; of a classifier, with the outputs of the adapter's head."""
     if task not in _CLASSIFIERS:
         return load_model(config)
-    labels = {label: f"LABEL_{label}" for label in range(_outputs(weights))}
+    labels = _labels(config.lora.path, _outputs(weights))
     kind: Literal["SEQ_CLS", "TOKEN_CLS"] = "SEQ_CLS" if task == "SEQ_CLS" else "TOKEN_CLS"
     return load_classifier(config, kind, labels)
+
+
+def _labels(adapter: str | None, count: int) -> dict[int, str]:
+    """Names of the classifier's outputs: those that burnish left beside the adapter, if it did."""
+    path = Path(adapter or "", LABELS_FILE)
+    if not path.exists():
+        return {label: f"LABEL_{label}" for label in range(count)}
+    return {int(label): name for label, name in json.loads(path.read_text()).items()}
 
 
 def _outputs(weights: Mapping[str, Tensor]) -> int:

@@ -35,6 +35,8 @@ from .sharding import left_in_files, reshard, whole
 
 log = logging.getLogger(__name__)
 
+# Names of a classifier's outputs beside its adapter: those of a histogram are its bins.
+LABELS_FILE = "labels.json"
 _FILE = "5GB"  # maximal size of a file of weights
 
 
@@ -690,6 +692,8 @@ def _save_adapter(model: PeftModel, directory: Path, *, write: bool) -> None:
         # for a run that goes on with the adapter: its base has other end tokens
         if plain.can_generate():
             plain.generation_config.save_pretrained(directory)
+        else:
+            (directory / LABELS_FILE).write_text(json.dumps(plain.config.id2label))
 
 
 def _assembled(like: PreTrainedModel, weights: Mapping[str, Tensor]) -> Any:

@@ -109,8 +109,19 @@ def test_the_adapter_of_a_run_merges_into_the_model_of_the_run(tmp_path):
     assert ends[0] == ends[1] != 2
 
 
-def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path):
-    data = write_rows(tmp_path / "pairs.jsonl", sums(8))
+HISTOGRAM = {"loss": "hl_gauss", "lowest_score": 0.0, "highest_score": 1.0, "bins": 5}
+
+
+@pytest.mark.parametrize(
+    ("loss", "rows"),
+    [
+        ({}, sums(8)),
+        (HISTOGRAM, [{"prompt": "1+1=", "completion": "2", "score": i / 8} for i in range(8)]),
+    ],
+    ids=["score", "histogram"],
+)
+def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path, loss, rows):
+    data = write_rows(tmp_path / "rows.jsonl", rows)
     base = save_model(tmp_path / "base", pad_token_id=None)
     fields = {
         "model": str(base),
@@ -119,14 +130,19 @@ def test_the_adapter_of_a_reward_model_brings_its_head(tmp_path):
         "steps": 2,
         "batch_size": 4,
     }
-    open_reward(Reward(**fields, learning_rate=1e-2, lora=Lora(r=4))).train()
+    open_reward(Reward(**fields, **loss, learning_rate=1e-2, lora=Lora(r=4))).train()
     merge(tmp_path / "run/adapter", tmp_path / "out")
     ours, theirs = (
         load_file(where / "model.safetensors")
         for where in (tmp_path / "out", tmp_path / "run/model")
     )
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in theirs)
-    assert json.loads((tmp_path / "out/config.json").read_text())["pad_token_id"] is not None
+    merged, trained = (
+        json.loads((where / "config.json").read_text())
+        for where in (tmp_path / "out", tmp_path / "run/model")
+    )
+    assert merged["id2label"] == trained["id2label"]
+    assert merged["pad_token_id"] is not None
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path, capsys):
