@@ -322,11 +322,15 @@ class RolloutFeed(StepFeed):
 
     @property
     def _longest_wait(self) -> float:
-        """Seconds for which servers and rewards may leave the main process without an answer, by
-        their own settings.
+        """Seconds for which servers, rewards, environments and agents may leave the main process
+        without an answer, by their own settings.
         """
-        server = 0.0 if self.config.source == "policy" else self.config.vllm.patience
-        return max([server, *(reward.timeout for reward in self.context.rewards)])
+        limits = [reward.timeout for reward in self.context.rewards]
+        if self.config.source != "policy":
+            limits.append(self.config.vllm.patience)
+        if self.config.environment is not None or self.config.agent is not None:
+            limits.append(self.config.limits.seconds)
+        return max(limits, default=0.0)
 
     def _measure(
         self, rollout: RolloutBuffer, measure: Callable[[Batch], Mapping[str, Tensor]]

@@ -3,10 +3,12 @@ test_law_online.)
 """
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 from accelerate import Accelerator
+from burnish.loops.config import Limits
 from burnish.loops.models.policy import Policy
 from burnish.loops.recipes.settings import GRPO
 from burnish.loops.rewards import RewardFunction
@@ -14,6 +16,7 @@ from burnish.loops.rl import buffer
 from burnish.loops.rl.buffer import RolloutBuffer
 from burnish.loops.rl.context import RLContext
 from burnish.loops.rl.feed import RolloutFeed
+from burnish.loops.rl.settings import VLLM
 from burnish.loops.rollouts.replay import ReplaySource, open_sample_log, read_samples, write_samples
 from burnish.loops.rollouts.sample import Sample, SamplingParams, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
@@ -92,6 +95,30 @@ def whose(batches):
                 sorted({(int(-p) - 1, round((-p % 1) * 1000) // 100) for p in mine.tolist()})
             )
     return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, 30.0),
+        ({"environment": "guess_number", "limits": Limits(seconds=900)}, 900.0),
+        ({"agent": "mine:agent", "limits": Limits(seconds=900)}, 900.0),
+        ({"source": "vllm", "agent": "mine:agent", "vllm": VLLM(patience=1500)}, 1500.0),
+    ],
+    ids=["reward", "environment", "agent", "server"],
+)
+def test_a_rollout_may_stand_for_as_long_as_what_it_waits_for(
+    open_feed, settings, longest, monkeypatch
+):
+    allowed = []
+
+    def may_stand(seconds):
+        allowed.append(seconds)
+        return nullcontext()
+
+    monkeypatch.setattr("burnish.loops.rl.feed.may_stand", may_stand)
+    open_feed(answers(), settings=settings)(0)
+    assert set(allowed) == {longest}
 
 
 def test_completions_of_a_prompt_share_an_example_with_columns_of_their_own_tokens(open_feed):
