@@ -2,21 +2,22 @@
 ``burnish bench loops``.
 
 SmolLM2-135M-Instruct, or the model of a directory, learns from conversations; for grpo a new model
-of 17M parameters completes prompts of some 256 tokens with 64, 8 times each. Both sides take the
-same examples in the same order, with AdamW (0.9, 0.999, 1e-8, no decay), a constant rate and
-clipping at 1.0, each in its own process. Agreement first: a side that is not within 1e-4 of the
-peer's losses, or for grpo within 1e-5 of its gradient on the same completions, is shown as failed,
-and its time and memory are not compared. Under bfloat16 autocast (``--dtype bfloat16``) the
-difference is that from the peer in float32, and may be twice the peer's own. A step is all that
-happens between two calls of the optimizer, so that the first one is not timed. Time is that of the
-wall and of all processors; memory is the peak of the process, beside which stands what it takes
-before it has loaded a model.
+of 17M parameters completes prompts of some 256 tokens with 64, 8 times each (``--max_tokens``,
+``--group_size``). Both sides take the same examples in the same order, with AdamW (0.9, 0.999,
+1e-8, no decay), a constant rate and clipping at 1.0, each in its own process. Agreement first: a
+side that is not within 1e-4 of the peer's losses, or for grpo within 1e-5 of its gradient on the
+same completions, is shown as failed, and its time and memory are not compared. Under bfloat16
+autocast (``--dtype bfloat16``) the difference is that from the peer in float32, and may be twice
+the peer's own. A step is all that happens between two calls of the optimizer, so that the first one
+is not timed. Time is that of the wall and of all processors; memory is the peak of the process,
+beside which stands what it takes before it has loaded a model.
 """
 
 import argparse
 import importlib
 import io
 import json
+import math
 import os
 import platform
 import resource
@@ -24,7 +25,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import date
@@ -49,6 +50,9 @@ AGREEMENT = 1e-4
 HEADER = ["provider", "difference", "s per step", "min–max", "÷peer", "CPU s", "÷peer"]
 HEADER += ["peak MB", "÷peer", "imports MB"]
 Rows = Iterator[Json]
+# Fields of our settings, and of the peer's configuration, that say how much is sampled.
+_OUR_SAMPLES = {"group": "group_size", "tokens": "max_tokens"}
+_PEER_SAMPLES = {"group": "num_generations", "tokens": "max_completion_length"}
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,9 @@ class Recipe:
 
         None if both are given them.
         """
-        fields = {"group": "group_size", "tokens": "max_tokens"}
-        return (
-            {name: self.ours[key] for name, key in fields.items()}
-            if "group_size" in self.ours
-            else None
-        )
+        if "group_size" not in self.ours:
+            return None
+        return {name: self.ours[field] for name, field in _OUR_SAMPLES.items()}
 
 
 def completions(pairs: Rows) -> Rows:
@@ -116,7 +117,11 @@ _TRL_SAMPLED: dict[str, Any] = {
 _TRL_SAMPLED |= {"shuffle_dataset": False}
 # its default; on a CPU it makes logits of every token of these rows
 _TRL_SAMPLED |= {"per_device_train_batch_size": 8}
-_GROUPS = {"burnish by groups": {"micro_tokens": 1024}}
+_MORE_SAMPLED: dict[str, dict[str, Any]] = {
+    "burnish by groups": {"micro_tokens": 1024},
+    # as the peer's trainers do by default
+    "burnish with checkpointing": {"gradient_checkpointing": True},
+}
 RECIPES = {
     "dpo": Recipe("DPO", lambda pairs: pairs, {"reference": "copy"}, {"beta": 0.1}, _PRECOMPUTED),
     "sft": Recipe("SFT", completions, {}, {}),
@@ -127,7 +132,9 @@ RECIPES = {
         {"beta": 0.1, "loss_type": _APO},
         _PRECOMPUTED,
     ),
-    "grpo": Recipe("GRPO", sampled.questions, _SAMPLED, _TRL_SAMPLED, _GROUPS, sampled.talkative),
+    "grpo": Recipe(
+        "GRPO", sampled.questions, _SAMPLED, _TRL_SAMPLED, _MORE_SAMPLED, sampled.talkative
+    ),
 }
 
 
@@ -160,6 +167,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add("--steps", type=int, default=6, help="the first is not timed")
     add("--batch_size", type=int, default=8, help="examples a step, or prompts")
+    add("--group_size", type=int, help="completions to a prompt, where each side samples its own")
+    add("--max_tokens", type=int, help="of each of these completions")
     add(
         "--rounds",
         type=int,
@@ -183,13 +192,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
         problem = ValueError("--steps must be >= 2, --rounds and --batch_size >= 1")
+    samples = RECIPES[options.recipe].samples
+    if options.group_size is not None or options.max_tokens is not None:
+        problem = problem or _sizes_problem(options, samples)
     if problem:
         print(f"burnish bench loops: {problem}", file=sys.stderr)
         return 2
     names = (PEER, *(name for name in known if name in wanted and name != PEER))
     sizes = options.steps, options.batch_size, options.rounds
+    if samples is not None:
+        samples["group"] = options.group_size or samples["group"]
+        samples["tokens"] = options.max_tokens or samples["tokens"]
     try:
-        report = compare(options.recipe, *sizes, names, options.model, options.dtype)
+        report = compare(options.recipe, *sizes, names, options.model, options.dtype, samples)
     except (RuntimeError, ImportError, ValueError) as error:
         print(f"burnish bench loops: {error}", file=sys.stderr)
         return 1
@@ -197,6 +212,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show_table(HEADER, cells(report))
     save(report, options.output)
     return 0 if all(figures["agrees"] for figures in report["figures"].values()) else 1
+
+
+def _sizes_problem(
+    options: argparse.Namespace, samples: Mapping[str, int] | None
+) -> ValueError | None:
+    """What is wrong with a given --group_size or --max_tokens, if anything is."""
+    if samples is None:
+        sampling = ", ".join(name for name, each in RECIPES.items() if each.samples)
+        return ValueError(
+            f"--group_size and --max_tokens: --recipe {options.recipe} samples nothing; "
+            f"leave them out, or take --recipe {sampling}"
+        )
+    group, tokens = options.group_size, options.max_tokens
+    if (group is not None and group < 2) or (tokens is not None and tokens < 1):
+        return ValueError("--group_size must be >= 2, --max_tokens >= 1")
+    return None
 
 
 def compare(
@@ -207,8 +238,13 @@ def compare(
     names: tuple[str, ...],
     model: Path | None = None,
     dtype: str = "float32",
+    samples: Mapping[str, int] | None = None,
 ) -> Json:
-    """Figures of every provider, over ``rounds`` interleaved processes each."""
+    """Figures of every provider, over ``rounds`` interleaved processes each.
+
+    Args:
+        samples: see `Recipe.samples`.
+    """
     before, chosen = load(), RECIPES[recipe]
     results: dict[str, list[Json]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="burnish-bench-") as temporary:
@@ -218,21 +254,21 @@ def compare(
             directory / "rows.jsonl", chosen.rows(preference_pairs(steps * batch_size, seed=0))
         )
         differences = (
-            gradient_differences(recipe, names, model, data, dtype) if chosen.samples else {}
+            gradient_differences(recipe, names, model, data, dtype, samples) if samples else {}
         )
         for _ in range(rounds):
             for name in names:
                 results[name].append(
-                    in_own_process(recipe, name, model, data, batch_size, steps, dtype)
+                    in_own_process(recipe, name, model, data, batch_size, steps, dtype, samples)
                 )
-        if not chosen.samples:
+        if not samples:
             losses = {name: runs[0]["losses"] for name, runs in results.items()}
             exact = losses[PEER]
             if dtype != "float32":
                 exact = in_own_process(recipe, PEER, model, data, batch_size, steps)["losses"]
             both = {name: zip(each, exact, strict=True) for name, each in losses.items()}
             differences = {name: max(abs(a - b) for a, b in pairs) for name, pairs in both.items()}
-    limit = sampled.AGREEMENT if chosen.samples else AGREEMENT
+    limit = sampled.AGREEMENT if samples else AGREEMENT
     if dtype != "float32":
         limit = 2 * differences[PEER]
     return {
@@ -246,7 +282,7 @@ def compare(
         "versions": versions(("torch", "transformers", "trl", "accelerate")),
         "steps": steps,
         "batch_size": batch_size,
-        "answers": chosen.samples,
+        "answers": samples,
         "rounds": rounds,
         "figures": {
             name: summarize(runs, differences.get(name), limit) for name, runs in results.items()
@@ -255,7 +291,12 @@ def compare(
 
 
 def gradient_differences(
-    recipe: str, names: Iterable[str], model: Path, data: Path, dtype: str
+    recipe: str,
+    names: Iterable[str],
+    model: Path,
+    data: Path,
+    dtype: str,
+    samples: Mapping[str, int],
 ) -> dict[str, float]:
     """From the peer in float32, in loss or gradient, whichever is more, of a step on the
     completions of ours.
@@ -267,7 +308,7 @@ def gradient_differences(
             losses: dict[tuple[str, str], float] = {}
             for name, precision in dict.fromkeys([(ours, dtype), (PEER, dtype), exact]):
                 step = in_own_process(
-                    recipe, name, model, data, sampled.COMPARED, 1, precision, evidence
+                    recipe, name, model, data, sampled.COMPARED, 1, precision, samples, evidence
                 )
                 losses[name, precision] = step["losses"][0]
             for name in (ours, PEER):
@@ -390,24 +431,32 @@ def run_provider(
     batch_size: int,
     steps: int,
     dtype: str = "float32",
+    samples: Mapping[str, int] | None = None,
     evidence: Path | None = None,
 ) -> Json:
     """Train; the gradient of the first step and its completions are kept in ``evidence``, if it is
     given.
+
+    Args:
+        samples: other sizes than the recipe's; see `Recipe.samples`.
     """
     chosen = RECIPES[recipe]
+    samples = samples or chosen.samples
     fields, train = (
         chosen.providers[provider],
         train_trl if provider.startswith(PEER) else train_burnish,
     )
+    if samples is not None:
+        names = _PEER_SAMPLES if train is train_trl else _OUR_SAMPLES
+        fields = fields | {names[name]: size for name, size in samples.items()}
     if train is train_trl:
         getattr(importlib.import_module("trl"), f"{chosen.name}Trainer")
     else:
         opener(recipe)  # its memory counts before the model's
     imported = _peak_mib()
     if evidence is not None and train is train_trl:
-        samples = next(evidence.glob(f"*/{sampled.SAMPLES}"))
-        fields = fields | {"rollout": sampled.replay(samples), "max_grad_norm": 0.0}
+        drawn = next(evidence.glob(f"*/{sampled.SAMPLES}"))
+        fields = fields | {"rollout": sampled.replay(drawn), "max_grad_norm": 0.0}
     elif evidence is not None:
         fields = fields | {"output": str(evidence / provider), "max_grad_norm": float("inf")}
     kept = sampled.gradient_kept(evidence / f"{provider}.{dtype}.pt") if evidence else nullcontext()
@@ -419,8 +468,7 @@ def run_provider(
     wall, processors = ([b - a for a, b in pairwise(times)] for times in zip(*marks, strict=True))
     return {
         "losses": [line["loss"] for line in metrics],
-        "full_length": not chosen.samples
-        or sampled.full_length(metrics, chosen.ours["max_tokens"]),
+        "full_length": samples is None or sampled.full_length(metrics, samples["tokens"]),
         "seconds": wall,
         "processor_seconds": processors,
         "imported_mib": imported,
@@ -486,7 +534,7 @@ def train_trl(
     learning_rate: float = 1e-6,
     recipe: str = "dpo",
     rollout: Callable[..., object] | None = None,
-    **fields: object,
+    **fields: Any,
 ) -> list[Json]:
     """Metrics of each step of the peer's trainer, with its defaults where nothing is said.
 
@@ -501,7 +549,7 @@ def train_trl(
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    rows = batch_size * peer.ours.get("group_size", 1)
+    rows = batch_size * fields.get("num_generations", 1)
     more: dict[str, Any] = (
         {"reward_funcs": sampled.vowels, "rollout_func": rollout} if peer.samples else {}
     )
@@ -527,7 +575,9 @@ def train_trl(
             **peer.theirs,
             **fields,
         }
-        settings["gradient_accumulation_steps"] = rows // settings["per_device_train_batch_size"]
+        at_once = math.gcd(rows, settings["per_device_train_batch_size"])
+        settings["per_device_train_batch_size"] = at_once
+        settings["gradient_accumulation_steps"] = rows // at_once
         trainer = getattr(trl, f"{peer.name}Trainer")(
             model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
             processing_class=tokenizer,

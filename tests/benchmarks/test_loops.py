@@ -40,7 +40,8 @@ def processes(monkeypatch):
         "burnish precompute": 0.2,
     }
 
-    def run(recipe, provider, model, data, batch_size, steps, dtype="float32"):
+    def run(recipe, provider, model, data, batch_size, steps, dtype="float32", samples=None):
+        assert samples is None
         assert len(data.read_text().splitlines()) == steps * batch_size
         order.append((recipe, provider, model.name))
         off = 1e-3 if provider == "burnish precompute" else 1e-6 if provider == "burnish" else 0.0
@@ -114,10 +115,14 @@ def samplers(monkeypatch):
     """Stands in for processes of grpo, by provider: the gradient of a step, and whether completions
     are whole.
     """
-    gradients = {"trl": [3.0, 4.0], "burnish": [3.0, 4.00001], "burnish by groups": [3.0, 4.0]}
+    gradients = {"trl": [3.0, 4.0], "burnish": [3.0, 4.00001]}
+    gradients |= {f"burnish {how}": [3.0, 4.0] for how in ("by groups", "with checkpointing")}
     cut = {name: True for name in (*gradients, "trl without checkpointing")}
 
-    def run(recipe, provider, model, data, batch_size, steps, dtype, *evidence):
+    asked = []
+
+    def run(recipe, provider, model, data, batch_size, steps, dtype, samples, *evidence):
+        asked.append(dict(samples))
         for directory in evidence:
             name = "trl in bfloat16" if (provider, dtype) == ("trl", "bfloat16") else provider
             torch.save(torch.tensor(gradients[name]), directory / f"{provider}.{dtype}.pt")
@@ -131,7 +136,7 @@ def samplers(monkeypatch):
     monkeypatch.setattr(trainers, "in_own_process", run)
     grpo = replace(RECIPES["grpo"], model=lambda given, directory: given, rows=lambda pairs: pairs)
     monkeypatch.setitem(RECIPES, "grpo", grpo)
-    return SimpleNamespace(gradients=gradients, cut=cut)
+    return SimpleNamespace(gradients=gradients, cut=cut, asked=asked)
 
 
 def differences(directory):
@@ -148,10 +153,41 @@ def test_recipes_that_sample_agree_by_the_gradient_of_one_step_on_the_same_compl
         "trl without checkpointing": (None, True),
         "burnish": (pytest.approx(2e-6, rel=0.1), True),
         "burnish by groups": (0.0, True),
+        "burnish with checkpointing": (0.0, True),
     }
     samplers.gradients["burnish"][1] = 4.0003
     assert bench(tmp_path, "--recipe", "grpo") == 1
     assert differences(tmp_path)["burnish"] == (pytest.approx(6e-5, rel=0.1), False)
+
+
+def test_both_sides_sample_as_much_as_is_asked_for(samplers, tmp_path):
+    assert bench(tmp_path, "--recipe", "grpo", "--providers", "burnish") == 0
+    assert bench(tmp_path, "--recipe", "grpo", "--group_size", "4", "--max_tokens", "32") == 0
+    sizes = [{"group": 8, "tokens": 64}, {"group": 4, "tokens": 32}]
+    assert samplers.asked[0] == sizes[0]
+    assert samplers.asked[-1] == sizes[1]
+    assert all(each in sizes for each in samplers.asked)
+    assert ", 4 completions of 32 tokens to a prompt" in (tmp_path / "loops.md").read_text()
+    assert json.loads((tmp_path / "loops.json").read_text())["answers"] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ("--group_size", "4"),
+            "--recipe dpo samples nothing; leave them out, or take --recipe grpo",
+        ),
+        (("--recipe", "grpo", "--group_size", "1"), "--group_size must be >= 2, --max_tokens >= 1"),
+        (("--recipe", "grpo", "--max_tokens", "0"), "--group_size must be >= 2, --max_tokens >= 1"),
+    ],
+)
+def test_sizes_of_samples_that_can_not_be_are_refused(
+    processes, tmp_path, capsys, arguments, problem
+):
+    assert bench(tmp_path, *arguments) == 2
+    assert problem in capsys.readouterr().err
+    assert processes == []
 
 
 @pytest.mark.parametrize(("far", "agrees"), [(4.0002, True), (4.0001, False)])
@@ -167,7 +203,13 @@ def test_in_bfloat16_the_gradients_may_be_twice_as_far_as_the_peers(
 def test_a_side_that_draws_fewer_tokens_than_the_others_has_failed(samplers, tmp_path):
     samplers.cut["trl without checkpointing"] = False
     assert bench(tmp_path, "--recipe", "grpo") == 1
-    assert [agrees for _, agrees in differences(tmp_path).values()] == [True, False, True, True]
+    assert [agrees for _, agrees in differences(tmp_path).values()] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_a_mistake_is_named_with_the_fix(processes, tmp_path, capsys):
