@@ -8,6 +8,7 @@ vllm_engine    vLLM in this process, on the trainer's device
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -183,6 +184,8 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory
+        if config.vllm.directory is not None:  # else they lie in memory
+            _check_room(run, Path(config.vllm.directory))
         engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **options)
         return VLLMEngine(engine, directory=config.vllm.directory, **known)
     known["dtype"] = dtype
@@ -190,6 +193,8 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
     known["timeout"] = config.vllm.timeout
     known["concurrency"] = config.vllm.concurrency
     updates = open_updates(run)
+    if isinstance(updates, Files):
+        _check_room(run, updates.directory)
     servers: list[VLLMServer] = []
     if config.vllm.urls:
         for url in config.vllm.urls:
@@ -214,6 +219,26 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
             process.close()
         raise
     return VLLMServers(servers) if len(servers) > 1 else servers[0]
+
+
+def _check_room(run: RunContext[Policy], directory: Path) -> None:
+    """Raise ValueError if the disk of a directory has no room for the weights of one version, which
+    all lie there until the servers have read them.
+    """
+    count = 0
+    for name, weight in run.model.plain.named_parameters(remove_duplicate=False):
+        # adapters are merged, and what is trained whole is there a second time
+        if "lora_" not in name and ".original_module." not in name:
+            count += weight.numel()
+    needed = count * getattr(torch, run.config.dtype).itemsize
+    directory = directory.absolute()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise ValueError(
+            f"vllm.directory: {directory} has {free / 2**30:.3f} GiB free, and the weights for the server take "
+            f"{needed / 2**30:.3f} GiB; name a directory with room for them, or free some"
+        )
 
 
 def _further_updates(

@@ -362,6 +362,33 @@ def test_a_run_goes_on_with_another_server_and_more_patience(fake, fields):
     assert [line["step"] for line in lines(Path(fields["output"]))] == [1, 2]
 
 
+@pytest.mark.parametrize("lora", [Lora(), Lora(r=2)], ids=["whole", "adapters"])
+def test_a_disk_without_room_for_the_weights_is_told_of_at_the_start(
+    lora, fake, fields, tmp_path, monkeypatch
+):
+    model = AutoModelForCausalLM.from_pretrained(fields["model"])
+    needed = sum(4 * p.numel() for p in model.parameters())
+    asked = []
+
+    def usage_with(free):
+        def disk_usage(path):
+            asked.append(path)
+            return types.SimpleNamespace(free=free)
+
+        return disk_usage
+
+    vllm = VLLM(url=fake.url, directory=str(tmp_path / "not/there/yet"))
+    config = GRPO(**fields, source="vllm", lora=lora, vllm=vllm)
+    monkeypatch.setattr("shutil.disk_usage", usage_with(needed - 1))
+    with pytest.raises(
+        ValueError, match=r"vllm.directory: .*there/yet has 0.00\d GiB free, and the"
+    ):
+        open_rl(config)
+    assert asked == [tmp_path]
+    monkeypatch.setattr("shutil.disk_usage", usage_with(needed))
+    open_rl(replace(config, output=str(tmp_path / "other"))).scheduler.close()
+
+
 @pytest.mark.parametrize("address", [None, "10.0.0.5"])
 def test_nccl_is_given_the_trainers_address(address):
     vllm = VLLM(url="http://192.0.2.7:8000", updates="nccl", trainer_address=address)
