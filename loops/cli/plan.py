@@ -76,7 +76,9 @@ def gpus_of(text: str) -> tuple[int, int]:
 
 
 def alternatives(config: Common, ranks: int) -> Iterator[tuple[str, Common]]:
-    """Settings that reduce memory, the cheapest first, and the configuration with each."""
+    """Settings that reduce memory, the cheapest first, and the configuration with each. Each agrees
+    with the other settings.
+    """
     for name, value in _cheaper(config, ranks).items():
         field, dot, inner = name.partition(".")
         if not hasattr(config, field):  # not of this recipe
@@ -87,7 +89,8 @@ def alternatives(config: Common, ranks: int) -> Iterator[tuple[str, Common]]:
             setting = replace(group, **{inner: value})
         try:
             changed = replace(config, **{field: setting})
-        except ValueError:  # this recipe takes other values
+            changed.refuse_contradictions()
+        except ValueError:  # this recipe takes other values, or its other settings stand against it
             continue
         written = "true" if value is True else value  # as on the command line
         yield f"{name} {written}", changed

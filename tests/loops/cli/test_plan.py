@@ -351,6 +351,21 @@ def test_alternatives_are_settings_of_the_recipe_that_are_not_set_already(settin
     assert "parallel.dp_shard_size 8" in dict(alternatives(config, 8))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "data", "fields", "refused"),
+    [
+        ("dpo", "pairs", {"ref_model_sync_steps": 4}, {"reference precompute", "lora.r 16"}),
+        ("kto", "pairs", {}, {"reference precompute"}),
+    ],
+)
+def test_no_alternative_contradicts_the_other_settings(recipe, data, fields, refused, settings):
+    _, config = settings(recipe, data, **fields)
+    advised = {name: changed for name, changed in alternatives(config, 8)}
+    assert not refused & advised.keys() and "gradient_checkpointing true" in advised
+    for changed in advised.values():
+        changed.refuse_contradictions()
+
+
 @pytest.mark.parametrize("words", [["plan", "grpo"], slow(["grpo", "--dry_run", "--gpus", "80GB"])])
 def test_a_dry_run_ends_with_the_account_and_no_directory(words, flags, tmp_path, capsys):
     assert (
