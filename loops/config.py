@@ -739,9 +739,12 @@ class Teacher(Settings):
     prefix = "teacher."
 
     model: Named | None = None
-    """Name or directory of the teacher, a causal LM with the same tokenizer; from Python, also the
-    model.
+    """Name or directory of the teacher, a causal LM with the same tokenizer, or with any if the
+    divergence is uld or gold; from Python, also the model.
     """
+    tokenizer: Named | None = None
+    """Name or directory of the teacher's tokenizer, for uld and gold, if it is not beside the model;
+    from Python, also the tokenizer."""
     server: str | None = None
     """Address of a vLLM server with the teacher, such as http://127.0.0.1:8000, instead of the
     model: every step asks it for the top_k likeliest tokens in place of each token that trains."""
@@ -782,33 +785,48 @@ class Teacher(Settings):
         "skew_reverse_kl",
         "alpha_beta_divergence",
         "taid",
+        "uld",
+        "gold",
     ] = "forward_kl"
     """KL(teacher||student), which covers; KL(student||teacher), which seeks; what lies between, with
     its beta (jsd); either with some of the other distribution mixed in (skew, alpha); two knobs for
     tokens and errors (alpha_beta_divergence, alpha and beta); or forward KL to a teacher that
-    begins as the student itself (taid).
+    begins as the student itself (taid). For a teacher of another tokenizer, over the spans of text
+    that both share: sorted probabilities (uld), or jsd of the tokens that both have and uld of the
+    others (gold, as in TRL).
     """
     alpha: OpenUnitInterval = 0.1
     """Share that is mixed in (skew), or α of alpha_beta_divergence."""
     beta: OpenUnitInterval = 0.5
-    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd), in
-    (0, 1); or β of alpha_beta_divergence.
+    """Weight of the teacher in the mixture of the generalized Jensen-Shannon divergence (jsd, gold),
+    in (0, 1); or β of alpha_beta_divergence.
     """
+    matched_weight: ClosedUnitInterval | None = None
+    """Weight in gold of the tokens that both vocabularies have; that of the others is 1 minus it. null
+    takes their share of the teacher's vocabulary."""
     taid_start: ClosedUnitInterval = 0.4
     """Share of the way from the student to the teacher that taid begins at; it ends at 1."""
     temperature: PositiveFloat = 1.0
     """Softmax temperature of both sides."""
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether the teacher may have another tokenizer, for the divergence is over spans of text."""
+        return self.divergence in ("uld", "gold")
+
     def contradictions(self) -> Iterator[str]:
         yield from self._impossible_of_its_kind()
+        yield from self._impossible_over_spans()
         if self.prompt is not None and self.reprompt is not None:
             yield "teacher.prompt: teacher.reprompt writes the teacher's prompts; give one of the two"
         if self.mixup_alpha != Teacher.mixup_alpha and not self.sync_steps:
             yield "teacher.mixup_alpha: without teacher.sync_steps the teacher stays as it is; give it, such as 1"
         read = {
             "alpha": ("skew_forward_kl", "skew_reverse_kl", "alpha_beta_divergence"),
-            "beta": ("jsd", "alpha_beta_divergence"),
+            "beta": ("jsd", "alpha_beta_divergence", "gold"),
             "taid_start": ("taid",),
+            "matched_weight": ("gold",),
+            "tokenizer": ("uld", "gold"),
         }
         for name, divergences in read.items():
             given = getattr(self, name) != getattr(Teacher, name)
@@ -837,6 +855,27 @@ class Teacher(Settings):
             yield (
                 "teacher.temperature: a vLLM server gives log-probs at temperature 1, and those of k tokens can't be "
                 "turned into others; leave it out, or give --teacher.model"
+            )
+
+    def _impossible_over_spans(self) -> Iterator[str]:
+        """Yield what a teacher can't do whose distributions are compared over spans of text."""
+        if not self.reads_text:
+            return
+        for name in ("server", "logprobs", "top_k"):
+            if getattr(self, name) is not None:
+                yield (
+                    f"teacher.{name}: {self.divergence} compares whole distributions, of spans that no server or file "
+                    f"knows; give --teacher.model, and no teacher.{name}"
+                )
+        if self.sync_steps:
+            yield (
+                f"teacher.sync_steps: a teacher that follows has the student's own tokens, and {self.divergence} is "
+                "for another's; take another divergence, or leave it out"
+            )
+        if self.reprompt is not None:
+            yield (
+                "teacher.reprompt: what it writes is read in the student's tokens so far; give teacher.prompt, or "
+                "leave it out"
             )
 
     def check(self, *, needed: bool) -> None:

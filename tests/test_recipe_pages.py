@@ -47,6 +47,7 @@ VARIANTS = {
     "distill": [
         {"on_policy": 1.0, "max_tokens": 4, "show_every": 0},
         {"on_policy": 1.0, "max_tokens": 4, "show_every": 0, "reprompt": its_own_prompt},
+        {"divergence": "gold"},
     ],
 }
 
@@ -85,8 +86,8 @@ def model(tmp_path_factory):
 def logged(recipe, model, rows, **others):
     """The names that a run of two steps logs, with NAME for that of the reward."""
     options = {**settings(recipe, model), **others}
-    if "reprompt" in options:
-        options["teacher"] = {**options["teacher"], "reprompt": options.pop("reprompt")}
+    for name in {"reprompt", "divergence"} & options.keys():
+        options["teacher"] = {**options["teacher"], name: options.pop(name)}
     run = getattr(burnish, recipe)(model, rows, steps=2, eval_data=rows, eval_every=1, **options)
     names = {"step"}.union(*(step.metrics for step in run))
     return {re.sub(r"^(eval/)?(.*)", r"\2", name).replace("scored/", "NAME/", 1) for name in names}

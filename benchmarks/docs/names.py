@@ -63,10 +63,9 @@ framework's source was read and not run; without either, the name is from its do
 """
 
 TAIL = """
-Of theirs ours lack: SPIRAL's baseline, a running mean of each role's rewards (prime-rl `rae`),
-entropy-adaptive fine-tuning (LLaMA-Factory `use_eaft_loss`), and distributions multiplied over the
-spans that two tokenizers share (TRL, GOLD extended). axolotl 0.19 trains by TRL's losses; its
-distillation is `forward_kl` of a teacher's top k, and its EBFT a `reinforce`.
+Of theirs ours lack: SPIRAL's baseline, a running mean of each role's rewards (prime-rl `rae`), and
+entropy-adaptive fine-tuning (LLaMA-Factory `use_eaft_loss`). axolotl 0.19 trains by TRL's losses;
+its distillation is `forward_kl` of a teacher's top k, and its EBFT a `reinforce`.
 """
 
 

@@ -42,6 +42,7 @@ from ...kernels.reference import head_logits
 from ...objectives import Stats, generalized_jsd, with_tail
 from .patches import replace_forward
 from .sharding import local, whole
+from .spans import Spans
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,10 @@ class TeacherOutputs:
         beta: of the generalized Jensen-Shannon divergence.
         objective: another divergence instead, of log-probs of the student and the teacher [tokens,
             V]; see `burnish.objectives.distillation`.
+        spans: of a teacher of another tokenizer, the student's tokens of the spans that both share;
+            ``hidden`` and ``logits`` then have one row per span.
+        log_prefix: [spans] each, of the student and the teacher, see `burnish.loops.models.spans`;
+            the teacher's alone until the student's is known.
     """
 
     beta: float
@@ -97,25 +102,42 @@ class TeacherOutputs:
     logits: Tensor | None = None
     top_k: tuple[Tensor, Tensor] | None = None
     objective: Callable[[Tensor, Tensor], tuple[Tensor, Stats]] | None = None
+    spans: Spans | None = None
+    log_prefix: tuple[Tensor, ...] = ()
 
     def at(self, tokens: Tensor) -> "TeacherOutputs":
         """The outputs at these of the tokens only."""
-        tensors = {name: getattr(self, name) for name in ("hidden", "logits", "top_k")}
+        names = ("hidden", "logits", "top_k", "log_prefix")
+        tensors = {name: getattr(self, name) for name in names}
         return replace(self, **tree_map_only(Tensor, lambda tensor: tensor[tokens], tensors))
 
     def divergence(self, logits: Tensor) -> Tensor:
         """[tokens], from a student's logits [tokens, V]."""
         if self.top_k is not None:
-            return self.from_top_k(self._log_softmax(logits).gather(1, self.top_k[0]))
+            return self.from_top_k(self.log_softmax(logits).gather(1, self.top_k[0]))
+        if self.spans is not None:
+            spans = self.spans
+            logp = self.log_softmax(logits[spans.earlier]).gather(1, spans.target[:, None])[:, 0]
+            of_spans = self.after(spans.log_prefix(logp)).divergence(logits[spans.last])
+            return spans.scatter(of_spans, len(logits))
         teacher_logits = self.logits
         if teacher_logits is None:
             assert self.hidden is not None and self.head is not None
             teacher_logits = linear_logits(self.hidden, self.head)
+        if self.log_prefix:
+            student, teacher = self.log_prefix
+            logp = self.log_softmax(logits) + student[:, None]
+            teacher_logp = self.log_softmax(teacher_logits) + teacher[:, None]
+            return self._compare(logp, teacher_logp)
         # further rows of one of the two are padding
         vocab = min(logits.shape[1], teacher_logits.shape[1])
-        logp = self._log_softmax(logits[:, :vocab])
-        teacher_logp = self._log_softmax(teacher_logits[:, :vocab])
+        logp = self.log_softmax(logits[:, :vocab])
+        teacher_logp = self.log_softmax(teacher_logits[:, :vocab])
         return self._compare(logp, teacher_logp)
+
+    def after(self, log_prefix: Tensor) -> "TeacherOutputs":
+        """The outputs at the last tokens of spans, given what precedes them in the student's."""
+        return replace(self, spans=None, log_prefix=(log_prefix, *self.log_prefix))
 
     def from_top_k(self, logp: Tensor) -> Tensor:
         """[tokens], from a student's log-probs [tokens, k] of the teacher's likeliest tokens."""
@@ -129,7 +151,8 @@ class TeacherOutputs:
             return self.objective(logp, teacher_logp)[0]
         return generalized_jsd(logp, teacher_logp, beta=self.beta)[0]
 
-    def _log_softmax(self, logits: Tensor) -> Tensor:
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """At the temperature of both sides, in float32 or better."""
         precision = torch.promote_types(logits.dtype, torch.float32)
         return (logits.to(precision) / self.temperature).log_softmax(-1)
 
@@ -268,6 +291,8 @@ def _full_divergence(
 ) -> Tensor:
     """The divergence from a teacher whose hidden states and head are known."""
     assert teacher.hidden is not None and teacher.head is not None
+    if teacher.spans is not None:
+        return _divergence_of_spans(states, student, teacher, teacher.spans, kernel)
     if teacher.objective is not None:
         return _objective_of_rows(states, student, teacher)
     return linear_divergence(
@@ -282,9 +307,29 @@ def _full_divergence(
     )
 
 
+def _divergence_of_spans(
+    states: Tensor, student: Head, teacher: TeacherOutputs, spans: Spans, kernel: _Kernel
+) -> Tensor:
+    """[tokens], from a teacher of another tokenizer: that of a span at its last token, 0 elsewhere."""
+    logp = states.new_zeros(0, dtype=torch.promote_types(states.dtype, torch.float32))
+    if len(spans.earlier):
+        logp = linear_logprob(
+            states[spans.earlier],
+            student,
+            spans.target,
+            temperature=teacher.temperature,
+            backend=kernel.backend,
+        ).logprob
+    part = teacher.after(spans.log_prefix(logp))
+    return spans.scatter(_objective_of_rows(states[spans.last], student, part), len(states))
+
+
 def _objective_of_rows(states: Tensor, student: Head, teacher: TeacherOutputs) -> Tensor:
     """A divergence that no kernel has: logits of a few rows at a time, made again in backward."""
-    rows = max(1, _LOGITS_AT_ONCE // len(student.weight))
+    widest = len(student.weight)
+    if teacher.head is not None:
+        widest = max(widest, len(teacher.head.weight))
+    rows = max(1, _LOGITS_AT_ONCE // widest)
     factors = autocast_dtype(states)
 
     def divergence(states: Tensor, part: TeacherOutputs) -> Tensor:

@@ -29,6 +29,12 @@ from ..rl.settings import OnlineConfig, SamplingConfig
 from ..rl.sources import check_sampling, open_scheduler
 from ..rollouts.replay import open_sample_log
 from ..runs.context import RunContext, open_run
+from ..runs.cross_tokenizer import (
+    Aligner,
+    load_teacher_tokenizer,
+    losses_of_spans,
+    open_cross_tokenizer,
+)
 from ..runs.feed import Feed, Measure, StepFeed
 from ..runs.reference import Reference, frozen
 from ..runs.teacher import (
@@ -78,6 +84,7 @@ def open_distill(config: Distill) -> Training:
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
     model = None
     served = None
+    aligner = None  # of a teacher of another tokenizer
     limit = None  # tokens that the teacher reads at most
     if config.teacher.server is not None:
         served = open_served_teacher(context, config.teacher, k=config.teacher.top_k or 0)
@@ -85,27 +92,33 @@ def open_distill(config: Distill) -> Training:
             limit = served.context - 1  # a server draws one token more, which nobody reads
         check_teacher_context(limit, context, config)
     if config.teacher.model is not None and (on_samples or "divergence" in needed):
-        model = load_teacher(context, config.teacher)
+        tokenizer = load_teacher_tokenizer(config.teacher) if config.teacher.reads_text else None
+        model = load_teacher(context, config.teacher, tokenizer)
         limit = context_length(model)
-        if config.teacher.prompt is not None:
+        if tokenizer is not None:
+            aligner = Aligner(context.tokenizer, tokenizer, limit)
+        elif config.teacher.prompt is not None:
             check_teacher_context(limit, context, config)
         if config.teacher.sync_steps:
             follow_student(context, config.teacher, model)
     teacher, stored = open_teacher(
         context, config.teacher, needed="divergence" in needed, model=model
     )
+    if aligner is not None:
+        assert model is not None
+        teacher = open_cross_tokenizer(context, config.teacher, model, aligner.tokenizer)
     temperature = config.temperature if on_samples else 1.0
     read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
     schedule = None
     if config.teacher.divergence == "taid":
         schedule = TaidSchedule(config.teacher.taid_start, config.teacher.taid_start)
-    prepare = partial(prepared_for_teacher, config.teacher, schedule, served)
+    prepare = partial(prepared_for_teacher, config.teacher, schedule, served or aligner)
     if not config.on_policy:
         columns = columns_of(losses)
         return context.train(
             losses, read, columns=columns, per_token=(stored,), prepare=prepare, memory=schedule
         )
-    if model is not None:
+    if model is not None and aligner is None:
         logprobs = context.accelerator.autocast()(frozen(model, temperature=temperature))
         read = partial(with_teacher, read, logprobs)
     return context.train(losses, read, MixedFeed(context, prepare, schedule, reprompt, limit))
@@ -118,6 +131,8 @@ def objection_to_images(teacher: Teacher) -> str:
             return f"teacher.{name} is read without images so far; leave it out"
     if teacher.server is not None:
         return "a teacher's server is sent no images so far; give --teacher.model"
+    if teacher.reads_text:
+        return f"teacher.divergence: {teacher.divergence} reads text without images so far; take another"
     return ""
 
 
@@ -155,18 +170,18 @@ def check_teacher_context(limit: int | None, context: RunContext[Policy], config
 def prepared_for_teacher(
     teacher: Teacher,
     schedule: TaidSchedule | None,
-    served: ServedTeacher | None,
+    reader: ServedTeacher | Aligner | None,
     feed: "Feed | MixedFeed",
     step: int,
     micro_batches: list[Batch],
 ) -> list[Batch]:
     """The micro-batches of a step with what the teacher reads beside them, its own prompts; what its
-    server says; and how far taid's has come.
+    server says, or the text in its own tokens; and how far taid's has come.
     """
     if teacher.prompt is not None:
         micro_batches = add_teacher_prompts(feed.dataset, feed.plan(step), micro_batches)
-    if served is not None:
-        micro_batches = served.prepare(micro_batches)
+    if reader is not None:
+        micro_batches = reader.prepare(micro_batches)
     if schedule is not None:
         micro_batches = schedule.prepare(feed, step, micro_batches)
     return micro_batches
@@ -176,7 +191,12 @@ def encoder(config: Distill) -> Encode:
     """The encoder of demonstrations; it marks the tokens that ``train_on`` names."""
     if config.teacher.prompt is not None:
         column = config.teacher.prompt
-        return partial(encode_with_teacher_prompts, train_on=config.train_on, column=column)
+        reader = None
+        if config.teacher.reads_text:
+            reader = partial(load_teacher_tokenizer, config.teacher)
+        return partial(
+            encode_with_teacher_prompts, train_on=config.train_on, column=column, reader=reader
+        )
     return partial(encode_supervised, train_on=config.train_on)
 
 
@@ -211,6 +231,13 @@ def distill_losses(config: Distill) -> dict[str, Term]:
         if columns:
             problem = f"the student's completions have no column {min(columns)!r}"
             raise ValueError(f"on_policy: {problem}; leave it out")
+    if config.teacher.reads_text:
+        if "divergence" not in needed:
+            raise ValueError(
+                f"teacher.divergence: {config.teacher.divergence} is for the loss distillation, which this mix lacks; "
+                "add it, or take another"
+            )
+        losses = losses_of_spans(losses)
     return {**losses, **ENTROPY}
 
 

@@ -87,6 +87,10 @@ class Pairs(Settings):
 def _distill_alone(teacher: Teacher) -> Iterator[str]:
     if teacher.divergence == "taid":
         yield "teacher.divergence: taid follows the loss of distill; use another one here"
+    if teacher.reads_text:
+        yield (
+            f"teacher.divergence: {teacher.divergence} is for distill, whose loss is per token; use another one here"
+        )
     for name in ("prompt", "reprompt", "sync_steps"):
         if getattr(teacher, name) is not None:
             yield f"teacher.{name}: is for distill; leave it out here"
@@ -301,6 +305,7 @@ class Distill(SFT, SamplingConfig):
         yield from self._self_taught_contradictions()
         on_samples = sorted({"sampled_reverse_kl", "iw_opd"} & losses_named(self.loss))
         yield from self._server_contradictions(on_samples)
+        yield from self._span_contradictions(on_samples)
         if not self.on_policy:
             if on_samples:
                 yield f"loss: {on_samples[0]} is for the student's own completions; set on_policy above 0"
@@ -321,6 +326,21 @@ class Distill(SFT, SamplingConfig):
             yield (
                 "on_policy: the student's completions are not known before training, so no teacher's outputs can have "
                 "been stored for them; give --teacher.server, or --teacher.model without teacher.top_k"
+            )
+
+    def _span_contradictions(self, on_samples: Sequence[str]) -> Iterator[str]:
+        """Yield what contradicts a divergence over the spans that two tokenizers share."""
+        if not self.teacher.reads_text:
+            return
+        if on_samples:
+            yield (
+                f"teacher.divergence: {self.teacher.divergence} is over spans of text, and {on_samples[0]} needs the "
+                "teacher's log-prob of each of the student's tokens; use the loss distillation"
+            )
+        if self.parallel.cp_size > 1:
+            yield (
+                f"parallel.cp_size: splits the rows, and with them the spans of {self.teacher.divergence}; leave it "
+                "out, or take parallel.dp_shard_size"
             )
 
     def _server_contradictions(self, on_samples: Sequence[str]) -> Iterator[str]:

@@ -205,12 +205,14 @@ def encode_with_teacher_prompts(
     *,
     train_on: TrainOn,
     column: str,
+    reader: Callable[[], PreTrainedTokenizerBase] | None = None,
 ) -> tuple[Dataset, Accounting]:
     """Demonstrations with a column ``teacher_prompt``, the token ids that a teacher reads in place
     of the prompt.
 
     Args:
         column: of the records, with the teacher's prompts, as text or messages.
+        reader: the teacher's tokenizer and chat template, if they are not the student's.
 
     Raises:
         DataError: if there is no such column, or if an example's prompt is not its row's, so that
@@ -228,7 +230,7 @@ def encode_with_teacher_prompts(
     data, accounting = encode_supervised(parts, tokenizer, options, train_on=train_on)
     whole = replace(options, max_length=None, truncation=None)
     own = _prompts_by_row(parts, tokenizer, whole, "prompt")
-    theirs = _prompts_by_row(parts, tokenizer, whole, column)
+    theirs = _prompts_by_row(parts, tokenizer if reader is None else reader(), whole, column)
     prompts = []
     for row, prompt in zip(data["_row"], data["prompt"], strict=True):
         if prompt != own[row]:
@@ -338,8 +340,15 @@ class TaidSchedule:
         vars(self).update(state)
 
 
-def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
+def load_teacher(
+    context: RunContext[Policy],
+    config: Teacher,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Policy:
     """The teacher's model, frozen.
+
+    Args:
+        tokenizer: of a teacher that has its own; None for one that must have the student's.
 
     Raises:
         DataError: if it has other tokens than the student, or makes other pixels of images.
@@ -347,9 +356,9 @@ def load_teacher(context: RunContext[Policy], config: Teacher) -> Policy:
     assert config.model is not None
     model = config.model
     if isinstance(model, str):
-        model = _read_teacher(context, config, model)
+        model = _read_teacher(context, config, model, tokenizer)
     else:
-        _check_given_teacher(context, model)
+        _check_given_teacher(context, model, tokenizer or context.tokenizer)
     return frozen_policy_like(context.model, model, context.config)
 
 
@@ -371,7 +380,9 @@ def follow_student(context: RunContext[Policy], config: Teacher, teacher: Policy
     )
 
 
-def _check_given_teacher(context: RunContext[Policy], model: PreTrainedModel) -> None:
+def _check_given_teacher(
+    context: RunContext[Policy], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Raise DataError if a model passed as an object shares weights, or lacks tokens."""
     if {*model.parameters()} & {*context.model.parameters()}:
         raise DataError(
@@ -379,19 +390,25 @@ def _check_given_teacher(context: RunContext[Policy], model: PreTrainedModel) ->
         )
     embeddings: Any = model.get_input_embeddings()
     size = embeddings.num_embeddings
-    if size < len(context.tokenizer):
+    if size < len(tokenizer):
         raise DataError(
-            f"teacher.model: {size} embeddings, and the tokenizer has {len(context.tokenizer)} tokens; "
+            f"teacher.model: {size} embeddings, and the tokenizer has {len(tokenizer)} tokens; "
             "give a teacher with the same tokenizer"
         )
 
 
-def _read_teacher(context: RunContext[Policy], config: Teacher, name: str) -> Any:
+def _read_teacher(
+    context: RunContext[Policy],
+    config: Teacher,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> Any:
     """Read a teacher by its name, after its tokenizer and processor were compared."""
     student = context.config
     named = as_setting_error(f"teacher.model: {name}")
-    tokenizer = named(AutoTokenizer.from_pretrained)(name)
-    check_same_vocabulary(context.tokenizer, tokenizer)
+    if tokenizer is None:
+        tokenizer = named(AutoTokenizer.from_pretrained)(name)
+        check_same_vocabulary(context.tokenizer, tokenizer)
     architecture = named(AutoConfig.from_pretrained)(name)
     images = context.model.images
     if images is not None:

@@ -178,6 +178,63 @@ RULES = [
     ),
     (DPO, OFFLINE, {"teacher": Teacher(model="t", divergence="taid")}, "teacher.divergence: taid"),
     (
+        KTO,
+        OFFLINE,
+        {"teacher": Teacher(model="t", divergence="gold")},
+        "teacher.divergence: gold is for distill, whose",
+    ),
+    *(
+        (Distill, OFFLINE, {"teacher": Teacher(divergence="gold", **told)}, message)
+        for told, message in (
+            ({"server": "s"}, "teacher.server: gold compares whole distributions"),
+            ({"model": "t", "top_k": 4}, "teacher.top_k: gold compares whole distributions"),
+            ({"logprobs": "t"}, "teacher.logprobs: gold compares whole distributions"),
+            (
+                {"model": OFFLINE["model"], "sync_steps": 1},
+                "teacher.sync_steps: a teacher that follows has",
+            ),
+        )
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {
+            "teacher": Teacher(model="t", divergence="gold", reprompt="m:f"),
+            "on_policy": 1.0,
+            "max_tokens": 8,
+        },
+        "teacher.reprompt: what it writes is read in the student's tokens so far",
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {
+            "teacher": Teacher(model="t", divergence="uld"),
+            "loss": "iw_opd",
+            "on_policy": 1.0,
+            "max_tokens": 8,
+        },
+        "teacher.divergence: uld is over spans of text, and iw_opd needs the teacher's log-prob",
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {"teacher": Teacher(model="t", divergence="uld"), "parallel": Parallel(cp_size=2)},
+        "parallel.cp_size: splits the rows, and with them the spans of uld",
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {"teacher": Teacher(model="t", divergence="uld", matched_weight=0.5)},
+        "teacher.matched_weight: is for gold, and the divergence is uld",
+    ),
+    (
+        Distill,
+        OFFLINE,
+        {"teacher": Teacher(model="t", tokenizer="x")},
+        "teacher.tokenizer: is for uld, gold, and the divergence is forward_kl",
+    ),
+    (
         DPO,
         OFFLINE,
         {"teacher": Teacher(model="t", prompt="hint")},

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from burnish.data import Batches, Example
 from burnish.loops.batch import fixed_length, length_normalized
+from burnish.loops.config import Teacher
 from burnish.loops.models.policy import Policy
 from burnish.loops.models.scorer import Scorer, ends_marked
 from burnish.loops.models.sharding import whole
@@ -43,6 +44,7 @@ from burnish.loops.rollouts.replay import ReplaySource
 from burnish.loops.rollouts.sample import Context, Sample, VersionSpan
 from burnish.loops.rollouts.scheduler import RolloutScheduler
 from burnish.loops.runs.context import RunContext, scale_loss
+from burnish.loops.runs.cross_tokenizer import Aligner, losses_of_spans, open_cross_tokenizer
 from burnish.loops.runs.feed import Feed
 from burnish.loops.runs.reference import frozen
 from burnish.loops.runs.teacher import PROMPT_COLUMN, add_teacher_prompts, as_the_teacher_reads
@@ -76,6 +78,7 @@ from burnish.objectives import (
     value_loss,
 )
 from datasets import Dataset
+from small_tokenizers import of_letters
 from tiny import in_full_precision, make_classifier, make_examples, make_model
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -118,6 +121,8 @@ RECIPES = (
     *SCORERS,
     "distill",
     "skewed",
+    "gold",
+    "uld",
     "self_taught",
     "ppo",
 )
@@ -342,6 +347,20 @@ def setup(name, accelerator, mesh=None):
         terms = {"distillation": Term(distillation), **ENTROPY}
         read = policy_tensors(teacher=self_taught)
         return policy, single, {}, terms, read, {"prepare": prompted}
+    if name in ("gold", "uld"):  # the teacher has other pairs of the same letters
+        tokenizers = of_letters(61, seed=3), of_letters(64, seed=4)
+        aligner = Aligner(*tokenizers)
+        run = SimpleNamespace(tokenizer=tokenizers[0], model=policy, accelerator=accelerator)
+        config = Teacher(model="t", divergence=name, temperature=0.7)
+        read = policy_tensors(teacher=open_cross_tokenizer(run, config, teacher, tokenizers[1]))
+        terms = {"distillation": Term(distillation), "nll": Term(nll, 0.5), **ENTROPY}
+        if name == "uld":
+            terms = {"distillation": Term(distillation, 1.0, length_normalized)}
+
+        def aligned(feed, step, micro_batches):
+            return aligner.prepare(micro_batches)
+
+        return policy, single, {}, losses_of_spans(terms), read, {"prepare": aligned}
     if name == "skewed":
 
         def skewed(batch):
