@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 from burnish.data import (
+    Accounting,
     DataError,
     Tokenization,
     encode_preference,
@@ -469,6 +470,16 @@ def test_each_part_of_a_mixture_warns_for_itself(tmp_path) -> None:
     assert account.unknown_share < 0.01
     (warning,) = account.warnings()
     assert warning.startswith("other.jsonl: the tokenizer does not know 86% of the tokens")
+
+
+def test_image_tokens_are_no_text_of_which_a_share_is_unknown() -> None:
+    account = Accounting(
+        "rows", 1, 1, 1, 0, first={"unknown": "rows row 1"},
+        total_tokens=1000, images=1, image_tokens=960, unknown_tokens=4,
+    )  # fmt: skip
+    assert "4 unknown tokens, 10.0% of the text's" in str(account)
+    (warning,) = account.warnings()
+    assert warning.startswith("rows: the tokenizer does not know 10% of the tokens")
 
 
 def test_rows_that_are_left_out_have_no_unknown_tokens() -> None:
