@@ -22,15 +22,21 @@ def useful(group):
 
 
 class Noted(Scripted):
-    """Notes the tasks that it is asked for, and those that are given up."""
+    """Notes the tasks that it is asked for, and those that are given up.
 
-    def __init__(self, *arguments, **options):
+    Args:
+        apart: seconds by which a group is answered later than the one that was asked for before it.
+    """
+
+    def __init__(self, *arguments, apart=0.0, **options):
         super().__init__(*arguments, **options)
+        self.apart = apart
         self.tasks, self.given_up = [], []
 
     async def sample(self, request):
         self.tasks.append(request.task)
         try:
+            await asyncio.sleep(self.apart * len(set(self.tasks)))
             return await super().sample(request)
         except asyncio.CancelledError:
             self.given_up.append(request.task)
@@ -70,7 +76,7 @@ def test_without_staleness_the_first_useful_groups_are_taken_whatever_is_asked_f
 
 
 def test_groups_are_asked_for_at_once_and_nothing_is_sampled_when_a_step_is_taken():
-    source = Noted(delay=0.01)
+    source = Noted(delay=0.01, apart=0.02)
     trainer = Trainer(source, keep=useful)
     with trainer.scheduler as scheduler:
         for step in trainer.run(6):
