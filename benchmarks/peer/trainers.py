@@ -185,16 +185,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     known = RECIPES[options.recipe].providers
     wanted = options.providers or list(known)
-    problem = None
-    if unknown := [name for name in wanted if name not in known]:
-        problem = unknown_name(
-            "provider", unknown[0], known, f"Known are {', '.join(map(repr, known))}"
-        )
-    if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
-        problem = ValueError("--steps must be >= 2, --rounds and --batch_size >= 1")
     samples = RECIPES[options.recipe].samples
-    if options.group_size is not None or options.max_tokens is not None:
-        problem = problem or _sizes_problem(options, samples)
+    problem = _problem(options, wanted, samples)
     if problem:
         print(f"burnish bench loops: {problem}", file=sys.stderr)
         return 2
@@ -214,17 +206,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(figures["agrees"] for figures in report["figures"].values()) else 1
 
 
-def _sizes_problem(
-    options: argparse.Namespace, samples: Mapping[str, int] | None
+def _problem(
+    options: argparse.Namespace, wanted: Sequence[str], samples: Mapping[str, int] | None
 ) -> ValueError | None:
-    """What is wrong with a given --group_size or --max_tokens, if anything is."""
+    """What is wrong with the options, if anything is."""
+    known = RECIPES[options.recipe].providers
+    for name in wanted:
+        if name not in known:
+            names = ", ".join(map(repr, known))
+            return unknown_name("provider", name, known, f"Known are {names}")
+    if options.steps < 2 or options.rounds < 1 or options.batch_size < 1:
+        return ValueError("--steps must be >= 2, --rounds and --batch_size >= 1")
+    group, tokens = options.group_size, options.max_tokens
+    if group is None and tokens is None:
+        return None
     if samples is None:
         sampling = ", ".join(name for name, each in RECIPES.items() if each.samples)
         return ValueError(
             f"--group_size and --max_tokens: --recipe {options.recipe} samples nothing; "
             f"leave them out, or take --recipe {sampling}"
         )
-    group, tokens = options.group_size, options.max_tokens
     if (group is not None and group < 2) or (tokens is not None and tokens < 1):
         return ValueError("--group_size must be >= 2, --max_tokens >= 1")
     return None

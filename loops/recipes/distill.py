@@ -8,7 +8,7 @@ the steps it is therefore trained on its own completions of the step's prompts (
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -81,47 +81,75 @@ def open_distill(config: Distill) -> Training:
     no_images = objection_to_images(config.teacher)
     context = open_run(config, encoder(config), no_images=no_images)
     needed = tensors_needed(losses)
+    compares = "divergence" in needed
     on_samples = "teacher_logp" in needed  # the teacher rates what the student samples
-    model = None
-    served = None
-    aligner = None  # of a teacher of another tokenizer
-    limit = None  # tokens that the teacher reads at most
+    live = LiveTeacher()
     if config.teacher.server is not None:
-        served = open_served_teacher(context, config.teacher, k=config.teacher.top_k or 0)
-        if served.context is not None:
-            limit = served.context - 1  # a server draws one token more, which nobody reads
-        check_teacher_context(limit, context, config)
-    if config.teacher.model is not None and (on_samples or "divergence" in needed):
-        tokenizer = load_teacher_tokenizer(config.teacher) if config.teacher.reads_text else None
-        model = load_teacher(context, config.teacher, tokenizer)
-        limit = context_length(model)
-        if tokenizer is not None:
-            aligner = Aligner(context.tokenizer, tokenizer, limit)
-        elif config.teacher.prompt is not None:
-            check_teacher_context(limit, context, config)
-        if config.teacher.sync_steps:
-            follow_student(context, config.teacher, model)
-    teacher, stored = open_teacher(
-        context, config.teacher, needed="divergence" in needed, model=model
-    )
-    if aligner is not None:
-        assert model is not None
-        teacher = open_cross_tokenizer(context, config.teacher, model, aligner.tokenizer)
+        live = open_server(context, config)
+    elif config.teacher.model is not None and (on_samples or compares):
+        live = open_model(context, config)
+    teacher, stored = open_teacher(context, config.teacher, needed=compares, model=live.model)
+    if live.aligner is not None:
+        assert live.model is not None
+        tokenizer = live.aligner.tokenizer
+        teacher = open_cross_tokenizer(context, config.teacher, live.model, tokenizer)
     temperature = config.temperature if on_samples else 1.0
     read = policy_tensors(teacher=teacher, outputs=outputs_for(losses), temperature=temperature)
     schedule = None
     if config.teacher.divergence == "taid":
         schedule = TaidSchedule(config.teacher.taid_start, config.teacher.taid_start)
-    prepare = partial(prepared_for_teacher, config.teacher, schedule, served or aligner)
+    prepare = partial(prepared_for_teacher, config.teacher, schedule, live.served or live.aligner)
     if not config.on_policy:
         columns = columns_of(losses)
         return context.train(
             losses, read, columns=columns, per_token=(stored,), prepare=prepare, memory=schedule
         )
-    if model is not None and aligner is None:
-        logprobs = context.accelerator.autocast()(frozen(model, temperature=temperature))
+    if live.model is not None and on_samples:
+        logprobs = context.accelerator.autocast()(frozen(live.model, temperature=temperature))
         read = partial(with_teacher, read, logprobs)
-    return context.train(losses, read, MixedFeed(context, prepare, schedule, reprompt, limit))
+    feed = MixedFeed(context, prepare, schedule, reprompt, live.limit)
+    return context.train(losses, read, feed)
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A teacher that is asked in every step; all None for one that is stored.
+
+    Attributes:
+        model: in memory.
+        aligner: of a model with another tokenizer.
+        served: on a server.
+        limit: tokens that it reads at most, if that is known.
+    """
+
+    model: Policy | None = None
+    aligner: Aligner | None = None
+    served: ServedTeacher | None = None
+    limit: int | None = None
+
+
+def open_server(context: RunContext[Policy], config: Distill) -> LiveTeacher:
+    """The teacher on the configured server."""
+    served = open_served_teacher(context, config.teacher, k=config.teacher.top_k or 0)
+    limit = None
+    if served.context is not None:
+        limit = served.context - 1  # a server draws one token more, which nobody reads
+    check_teacher_context(limit, context, config)
+    return LiveTeacher(served=served, limit=limit)
+
+
+def open_model(context: RunContext[Policy], config: Distill) -> LiveTeacher:
+    """The configured model as teacher."""
+    tokenizer = load_teacher_tokenizer(config.teacher) if config.teacher.reads_text else None
+    model = load_teacher(context, config.teacher, tokenizer)
+    limit = context_length(model)
+    if tokenizer is not None:
+        return LiveTeacher(model, Aligner(context.tokenizer, tokenizer, limit), limit=limit)
+    if config.teacher.prompt is not None:
+        check_teacher_context(limit, context, config)
+    if config.teacher.sync_steps:
+        follow_student(context, config.teacher, model)
+    return LiveTeacher(model, limit=limit)
 
 
 def objection_to_images(teacher: Teacher) -> str:

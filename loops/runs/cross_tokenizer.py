@@ -163,11 +163,9 @@ class Aligner:
         ends[spans.last] = True
         covered = ends.float()
         covered[spans.earlier] = 1.0
+        columns = {**batch.columns, SPAN_COLUMN: ends, ALIGNED_COLUMN: covered}
         return AlignedBatch(
-            **{
-                **vars(batch),
-                "columns": {**batch.columns, SPAN_COLUMN: ends, ALIGNED_COLUMN: covered},
-            },
+            **vars(replace(batch, columns=columns)),
             teacher=collate(examples, device=device),
             spans=spans,
             teacher_spans=spans_of(teacher_texts, device),
