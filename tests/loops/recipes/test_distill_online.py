@@ -166,6 +166,23 @@ def test_a_teacher_of_two_losses_is_loaded_once(common, tmp_path, monkeypatch):
     assert len(loaded) == 1
 
 
+@pytest.mark.parametrize("loss", ["distillation", "sampled_reverse_kl"])
+def test_a_teacher_of_one_loss_reads_the_answers_of_a_step_once(
+    loss, common, tmp_path, monkeypatch
+):
+    readings = []
+
+    def load(*arguments):
+        model = teacher.load_teacher(*arguments)
+        model.plain.model.register_forward_hook(lambda *_: readings.append(1))
+        return model
+
+    monkeypatch.setattr(distill, "load_teacher", load)
+    fields = {**common, "loss": loss, "micro_tokens": 10_000}
+    open_distill(Distill(**fields, output=str(tmp_path / "run"), steps=2, on_policy=1.0)).train()
+    assert len(readings) == 2
+
+
 # the dead leave files open
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_death_and_resumption_give_the_weights_of_an_undisturbed_run(common, tmp_path):
