@@ -3,6 +3,7 @@ resumed.
 """
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from ..config import Common
 from ..lines import lines_of
@@ -221,7 +223,8 @@ def _difference(
 
 def to_yaml(config: Common) -> str:
     """The configuration as YAML, without secrets; objects by name or type, a model also by a digest
-    of its weights. The digest of the data is in the checkpoints.
+    of its weights, and a tokenizer by one of its tokens. The digest of the data is in the
+    checkpoints.
     """
     return str(yaml.safe_dump(redacted(_described(config)), sort_keys=False, allow_unicode=True))
 
@@ -259,6 +262,8 @@ def _name_of(value: object) -> str:
     """my_rewards:brief, my_games:Doubling or Qwen3ForCausalLM 3f1c77a90b2e4d58"""
     if isinstance(value, nn.Module):
         return f"{type(value).__name__} {weights_digest(value)[:16]}"
+    if isinstance(value, PreTrainedTokenizerBase):
+        return f"{type(value).__name__} {tokens_digest(value)[:16]}"
     named: Any = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
 
@@ -270,3 +275,20 @@ def weights_digest(model: nn.Module) -> str:
         sha256.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         sha256.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return sha256.hexdigest()
+
+
+def tokens_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of all that a text's tokens depend on: vocabulary, rules, special tokens, template."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    rules: dict[str, object] = {}
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        for state in ("truncation", "padding"):  # of the latest call
+            rules.pop(state, None)
+    parts = (
+        sorted(tokenizer.get_vocab().items()),
+        rules,
+        sorted(tokenizer.special_tokens_map.items()),
+        tokenizer.chat_template,
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()

@@ -338,3 +338,39 @@ def test_a_teacher_without_a_processor_is_refused(world, tmp_path):
     )  # fmt: skip
     with pytest.raises(DataError, match=r"teacher\.model: it sees no images"):
         losses(given)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({"divergence": "uld"}, "teacher.divergence: uld reads text without images so far"),
+        ({"divergence": "gold"}, "teacher.divergence: gold reads text without images so far"),
+        ({"prompt": "hint"}, "teacher.prompt is read without images so far; leave it out"),
+        ({"model": None, "server": "http://127.0.0.1:9", "top_k": 2}, "server is sent no images"),
+    ],
+    ids=["uld", "gold", "prompt", "server"],
+)
+def test_a_teacher_that_reads_no_images_is_refused_where_rows_have_some(
+    teacher, message, world, tmp_path
+):
+    config = world()
+    told = Teacher(**{"model": config.model, **teacher})
+    given = settings.Distill(
+        model=config.model, data=config.data, teacher=told, steps=1, batch_size=5,
+        output=str(tmp_path / "run"), report_to="none",
+    )  # fmt: skip
+    with pytest.raises(DataError, match=rf"sft\.jsonl: column 'images': .*{message}") as refused:
+        losses(given)
+    assert str(refused.value).endswith("or remove the column")
+
+
+def test_a_teacher_of_other_tokens_teaches_a_student_that_sees_images_on_text(world, tmp_path):
+    config = world()
+    text = write_rows(tmp_path, "sft", images=False)
+    tiny.save_model(tmp_path / "teacher", seed=1)
+    given = settings.Distill(
+        model=config.model, data=str(text), teacher=Teacher(str(tmp_path / "teacher"), divergence="gold"),
+        steps=1, batch_size=5, output=str(tmp_path / "run"), report_to="none",
+    )  # fmt: skip
+    (loss,) = losses(given)
+    assert loss > 0

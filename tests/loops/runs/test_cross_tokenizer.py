@@ -3,11 +3,13 @@ merged distributions, as written out here and as TRL's.
 """
 
 import json
+import re
 from types import SimpleNamespace
 
 import burnish
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from burnish.data import DataError, Example
 from burnish.loops.batch import collate, length_normalized, token_mean
@@ -419,6 +421,29 @@ def test_a_model_and_its_tokenizer_may_be_given_as_objects(directories, metrics)
         load_teacher_tokenizer(Teacher(model=model, divergence="uld"))
     with pytest.raises(DataError, match=r"340 embeddings, and the tokenizer has 360 tokens"):
         metrics(teacher=model, of_teacher={"tokenizer": on_bytes(360)})
+
+
+def test_a_tokenizer_that_is_an_object_is_known_by_its_tokens(directories, rows, tmp_path):
+    """In config.yaml: a resumed run takes the same one, and no other of the same class."""
+    student, teacher = directories
+    same = AutoTokenizer.from_pretrained(teacher)
+    told = {"model": teacher, "divergence": "uld", "tokenizer": same}
+    settings = {"output": str(tmp_path / "run"), "batch_size": 3, "save_every": 1}
+    burnish.distill(student, rows, teacher=told, steps=1, **settings).train()
+    written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["teacher"]["tokenizer"]
+    assert re.fullmatch(r"\w+ [0-9a-f]{16}", written)
+    assert written.startswith(type(same).__name__)
+
+    same("longer", truncation=True, max_length=3)  # which it remembers
+    resumed = burnish.distill(student, rows, teacher=told, steps=2, resume=True, **settings)
+    assert [step.number for step in resumed] == [2]
+
+    templated = AutoTokenizer.from_pretrained(teacher)
+    templated.chat_template = CHATML.replace("<|start|>", "- ")
+    for other in (on_bytes(330), templated):
+        told["tokenizer"] = other
+        with pytest.raises(ValueError, match=f"was run with teacher=.*'tokenizer': '{written}'"):
+            burnish.distill(student, rows, teacher=told, steps=3, resume=True, **settings)
 
 
 def test_the_teacher_reads_the_students_prompt_as_text_after_its_own_first_token():
