@@ -82,7 +82,8 @@ class Translation:
 
     def refuse(self, name: str, why: str, *, instead: str = "") -> Fields:
         """Refuse a name, unless the field to give ``instead`` of it is set; returns no fields."""
-        if instead.partition(".")[0] not in self.elsewhere:
+        is_set = any(f"{field}.".startswith(f"{instead}.") for field in self.elsewhere)
+        if not (instead and is_set):
             fix = f"; give {instead} instead" if instead else ""
             self.refused[name] = f"{name}: {why}{fix}"
         return {}
@@ -98,7 +99,7 @@ def batch(trl: Translation) -> Fields:
     if trained > per_device:
         _note_micro_batched(trl, ranks * accumulation)
     if "prompts_per_rollout" not in trl.known:
-        return {"batch_size": trained}
+        return _batch_of_rows(trl, trained, per_device * accumulation)
     batches = int(trl["steps_per_generation"] or accumulation)
     completions = int(trl["generation_batch_size"] or per_device * ranks * batches)
     group = int(trl["num_generations"] or 1)
@@ -118,6 +119,27 @@ def batch(trl: Translation) -> Fields:
         fields["group_size"] = group
     if completions != trained:
         fields["minibatches"] = completions // trained
+    return fields
+
+
+def _batch_of_rows(trl: Translation, trained: int, of_a_rank: int) -> Fields:
+    """The rows of a step; of GOLD each counts num_generations times, once a completion.
+
+    Args:
+        trained: completions of a step.
+        of_a_rank: those of each rank.
+    """
+    group = int(trl["num_generations"] or 1)
+    prompts = int(trl["generation_batch_size"] or of_a_rank // group)
+    if prompts * group != of_a_rank:
+        made_of = f"{prompts} prompts x {group} completions"
+        complaint = f"{made_of} are not the {of_a_rank} completions of a device's step"
+        by_prompts = trl["generation_batch_size"] is not None
+        name = "generation_batch_size" if by_prompts else "num_generations"
+        return trl.refuse(name, complaint, instead="batch_size")
+    fields: Fields = {"batch_size": trained // group}
+    if "num_generations" in trl.given:
+        fields["group_size"] = group
     return fields
 
 
@@ -667,19 +689,117 @@ def _reward(name: str) -> dict[str, Fields] | None:
 
 
 def divergence(trl: Translation) -> Fields:
+    """The divergence from a teacher of the same tokens; `spans` has that of another's."""
     fields: Fields = {}
+    over_spans = bool(trl["use_uld_loss"])
     if "temperature" in trl.given:
         temperature = float(trl["temperature"])
         fields["temperature"] = temperature
         names_of_gkd = not trl.given.keys().isdisjoint({"lmbda", "max_new_tokens"})
         is_gkd = names_of_gkd and "max_completion_length" not in trl.given
-        if not is_gkd:  # whose temperature is of sampling only
+        if not is_gkd and not over_spans:  # whose temperature is of sampling only
             fields["teacher.temperature"] = temperature
-    if "beta" in trl.given:
-        beta = float(trl["beta"])
+    if "beta" not in trl.given:
+        return fields
+    beta = float(trl["beta"])
+    if over_spans and not trl["uld_use_hybrid_loss"]:
+        trl.ignored["sorted probabilities are compared without it, as in TRL"] = ["beta"]
+    elif over_spans and beta in (0, 1):
+        why = f"of parts of two vocabularies the divergence at {beta:g} can fall below 0, wanted between 0 and 1"
+        trl.refuse("beta", why, instead="teacher.beta")
+    elif over_spans:
+        fields["teacher.beta"] = beta
+    else:
         fields["teacher.divergence"] = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, "jsd")
         if beta not in (0, 1):
             fields["teacher.beta"] = beta
+    return fields
+
+
+def spans(trl: Translation) -> Fields:
+    """GOLD's loss over the spans of text that two tokenizers share."""
+    if not trl["use_uld_loss"]:
+        names = table()["recipes"]["distill"]["rules"]["spans"]
+        without = [name for name in names if name in trl.given and name != "use_uld_loss"]
+        if without:
+            trl.ignored["without use_uld_loss the teacher has the same tokens, as in TRL"] = without
+        return {}
+    _check_spans(trl)
+    fields: Fields = {
+        "teacher.divergence": "gold" if trl["uld_use_hybrid_loss"] else "uld",
+        "weighting": "length_normalized",
+    }
+    if trl["teacher_tokenizer_name_or_path"]:
+        fields["teacher.tokenizer"] = trl["teacher_tokenizer_name_or_path"]
+    return {**fields, **_temperature_of_spans(trl), **_weights_of_spans(trl)}
+
+
+def _check_spans(trl: Translation) -> None:
+    """Refuse the spans that are none here, and note where TRL's are others."""
+    strategy = trl["uld_token_merge_strategy"]
+    late = "reads each distribution one token late"
+    if strategy is None:
+        trl.notes.append(f"uld_token_merge_strategy: bayesian; observed, TRL's default, {late}")
+    elif strategy != "bayesian":
+        why = f"there is bayesian alone, got {strategy}"
+        trl.refuse("uld_token_merge_strategy", f"{why}; TRL's observed {late}")
+    if trl["use_extended_uld"] is False:
+        why = (
+            "tokens are compared over spans of the same text, not by their positions; leave it out"
+        )
+        trl.refuse("use_extended_uld", why)
+    ends = [trl["uld_skip_student_eos"], trl["uld_skip_teacher_eos"]]
+    if ends != [False, False]:
+        trl.notes.append(
+            "uld_skip_student_eos: the end tokens are a span of their own, which is trained too; TRL's is only where "
+            "neither is skipped"
+        )
+
+
+def _temperature_of_spans(trl: Translation) -> Fields:
+    """The temperature of both sides, which is one."""
+    names = ("uld_student_temperature", "uld_teacher_temperature")
+    temperatures = [1.0 if trl[name] is None else float(trl[name]) for name in names]
+    if temperatures[0] != temperatures[1]:
+        why = f"student and teacher have one temperature, got {temperatures[0]:g} and {temperatures[1]:g}"
+        return trl.refuse("uld_teacher_temperature", why, instead="teacher.temperature")
+    is_given = not trl.given.keys().isdisjoint(names)
+    return {"teacher.temperature": temperatures[0]} if is_given else {}
+
+
+def _weights_of_spans(trl: Translation) -> Fields:
+    """The weights of GOLD's parts: TRL's two of a hybrid are one weight, times the loss's."""
+    fields: Fields = {}
+    weight = 1.0
+    if trl["uld_distillation_weight"] is not None:
+        weight = float(trl["uld_distillation_weight"])
+    names = ("uld_hybrid_matched_weight", "uld_hybrid_unmatched_weight")
+    parts = [trl[name] for name in names]
+    if not trl["uld_use_hybrid_loss"] and parts != [None, None]:
+        without = [name for name in names if name in trl.given]
+        trl.ignored["without uld_use_hybrid_loss there are no two parts, as in TRL"] = without
+    elif parts != [None, None]:
+        if None in parts:
+            why = "goes with uld_hybrid_unmatched_weight: give both, or neither"
+            return trl.refuse("uld_hybrid_matched_weight", why)
+        matched, unmatched = map(float, parts)
+        together = matched + unmatched
+        weight *= together
+        if together:
+            fields["teacher.matched_weight"] = matched / together
+    if weight <= 0:
+        why = "nothing is left to learn from the teacher; train with sft"
+        return trl.refuse("uld_distillation_weight", why, instead="loss")
+    crossentropy = float(trl["uld_crossentropy_weight"] or 0)
+    if crossentropy:
+        nll = {"coefficient": crossentropy, "weighting": "token_mean", "of": "all"}
+        fields["loss"] = {"distillation": weight, "nll": nll}
+        trl.notes.append(
+            "uld_crossentropy_weight: it is nll in a mix, over all tokens of the step; TRL's, over those of each "
+            "micro-batch"
+        )
+    elif weight != 1:
+        fields["loss"] = {"distillation": weight}
     return fields
 
 

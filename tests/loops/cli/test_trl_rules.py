@@ -101,8 +101,8 @@ def test_every_flag_of_a_script_of_trl_is_translated_told_or_refused(script):
     assert set(out.refused) == REFUSED_FLAGS.get(script, set())
 
 
-def test_the_flags_are_those_of_twenty_two_scripts():
-    assert len(COMMANDS) == 22 and sum(map(len, COMMANDS.values())) == 317
+def test_the_flags_are_those_of_twenty_three_scripts():
+    assert len(COMMANDS) == 23 and sum(map(len, COMMANDS.values())) == 330
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,7 @@ EXPERIMENTAL = {
     "online_dpo": ("online_dpo", "OnlineDPO"),
 }
 EXPERIMENTAL |= {"gkd": ("distill", "GKD"), "distillation": ("distill", "Distillation")}
+EXPERIMENTAL |= {"gold": ("distill", "GOLD")}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -184,6 +185,126 @@ def test_distillation_trains_at_the_rate_of_the_installed_trls_trainer():
     }
     assert values.keys() == {"learning_rate", "beta", "temperature", "max_completion_length"}
     assert values == {name: defaults[name] for name in values}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gold_trains_by_the_defaults_of_the_installed_trls_trainer(monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trainer = pytest.importorskip("trl.experimental.gold").GOLDConfig
+    defaults = {field.name: field.default for field in dataclasses.fields(trainer)}
+    words = dict(zip(*[iter(from_command(["gold.py"]).flags)] * 2, strict=True))
+    values = {name.removeprefix("--"): float(value) for name, value in words.items()}
+    assert values == {name: defaults[name] for name in values}
+    own = {"learning_rate", "lmbda", "beta", "temperature", "top_p", "max_completion_length"}
+    assert values.keys() == own
+
+
+TWO_DEVICES = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 3,
+    "num_processes": 2,
+}
+SPANS = {"use_uld_loss": True, "uld_token_merge_strategy": "bayesian"}
+HYBRID = {**SPANS, "uld_use_hybrid_loss": True}
+ULD = {"teacher.divergence": "uld", "weighting": "length_normalized"}
+MIXED = {"teacher.divergence": "gold", "weighting": "length_normalized"}
+EVERYWHERE = {"weighting": "token_mean", "of": "all"}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (SPANS, ULD),
+        (HYBRID, MIXED),
+        ({"use_uld_loss": False, "uld_use_hybrid_loss": True, "uld_crossentropy_weight": 1.0}, {}),
+        ({**SPANS, "teacher_tokenizer_name_or_path": "t"}, {**ULD, "teacher.tokenizer": "t"}),
+        ({"teacher_tokenizer_name_or_path": "t"}, {}),
+        # the temperature is of the sampler alone, and beta of the hybrid loss
+        ({**SPANS, "temperature": 0.9, "beta": 0.3}, {**ULD, "temperature": 0.9}),
+        ({**HYBRID, "beta": 0.3}, {**MIXED, "teacher.beta": 0.3}),
+        (
+            {**SPANS, "uld_student_temperature": 2.0, "uld_teacher_temperature": 2.0},
+            {**ULD, "teacher.temperature": 2.0},
+        ),
+        (
+            {**HYBRID, "uld_hybrid_matched_weight": 0.25, "uld_hybrid_unmatched_weight": 0.75},
+            {**MIXED, "teacher.matched_weight": 0.25},
+        ),
+        (
+            {**HYBRID, "uld_hybrid_matched_weight": 1.5, "uld_hybrid_unmatched_weight": 0.5},
+            {**MIXED, "teacher.matched_weight": 0.75, "loss": {"distillation": 2.0}},
+        ),
+        (
+            {**SPANS, "uld_distillation_weight": 0.5, "uld_crossentropy_weight": 0.2},
+            {**ULD, "loss": {"distillation": 0.5, "nll": {"coefficient": 0.2, **EVERYWHERE}}},
+        ),
+        ({**SPANS, "uld_hybrid_matched_weight": 0.25}, ULD),
+        # of a prompt's completions, of which those of all prompts are the batch
+        (
+            {**TWO_DEVICES, "num_generations": 6},
+            {"batch_size": 4, "group_size": 6},
+        ),
+        (
+            {**TWO_DEVICES, "num_generations": 3, "generation_batch_size": 4},
+            {"batch_size": 8, "group_size": 3},
+        ),
+    ],
+    ids=str,
+)
+def test_golds_names_become_ours(given, expected, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert ours("distill", **given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {**SPANS, "uld_token_merge_strategy": "observed"},
+            "there is bayesian alone, got observed; TRL's observed reads each distribution one token late",
+        ),
+        ({**SPANS, "use_extended_uld": False}, "over spans of the same text, not by their posi"),
+        ({**HYBRID, "beta": 1.0}, "at 1 can fall below 0, wanted between 0 and 1; give teacher.b"),
+        (
+            {**SPANS, "uld_teacher_temperature": 2.0},
+            "one temperature, got 1 and 2; give teacher.temperature instead",
+        ),
+        ({**HYBRID, "uld_hybrid_matched_weight": 0.5}, "unmatched_weight: give both, or neither"),
+        ({**SPANS, "uld_distillation_weight": 0.0}, "nothing is left to learn from the teacher"),
+        ({"vllm_sync_frequency": 4}, "vllm_sync_frequency: completions are sampled by the weights"),
+        (
+            {**TWO_DEVICES, "num_generations": 5},
+            "num_generations: 2 prompts x 5 completions are not the 12 completions of a device's",
+        ),
+        (
+            {**TWO_DEVICES, "num_generations": 3, "generation_batch_size": 6},
+            "generation_batch_size: 6 prompts x 3 completions are not the 12 completions",
+        ),
+    ],
+    ids=str,
+)
+def test_what_gold_computes_otherwise_is_refused(given, words, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (line,) = translate("distill", fields_of("distill"), given).refused.values()
+    assert words in line
+    assert line.partition(":")[0] in given
+
+
+def test_a_field_of_a_group_that_is_set_replaces_what_is_refused():
+    given = {**HYBRID, "beta": 1.0}
+    out = translate("distill", fields_of("distill"), given, elsewhere={"teacher.beta": 0.9})
+    assert out.refused == {} and out.ours == MIXED
+
+
+def test_what_gold_leaves_to_a_default_is_told():
+    notes = translate("distill", fields_of("distill"), {"use_uld_loss": True}).notes
+    assert [note.partition(":")[0] for note in notes] == [
+        "uld_token_merge_strategy",
+        "uld_skip_student_eos",
+    ]
+    assert "observed, TRL's default, reads each distribution one token late" in notes[0]
+    told = {**SPANS, "uld_skip_student_eos": False, "uld_skip_teacher_eos": False}
+    assert translate("distill", fields_of("distill"), told).notes == []
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
@@ -284,11 +405,6 @@ def test_names_are_in_the_table_once():
 
 LORA = {"lora.r": 16, "lora.alpha": 32.0, "lora.dropout": 0.05}
 _SMOOTHED = {"loss": {"label_smoothed_nll": {"label_smoothing": 0.1}}}
-TWO_DEVICES = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 3,
-    "num_processes": 2,
-}
 
 
 @pytest.mark.parametrize(
