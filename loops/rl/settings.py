@@ -72,7 +72,7 @@ class VLLM(Settings):
     """
     directory: str | None = None
     """For files of weights, with room for all of them, where the server sees them too; null is in
-    the run directory.
+    the run directory, and for vllm_engine in memory, /dev/shm.
     """
     options: dict[str, Any] = field(default_factory=dict)
     """Further settings of one that is started, by vLLM's names: {max_model_len: 2048,

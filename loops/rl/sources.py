@@ -32,7 +32,7 @@ from ..rollouts.source import RolloutSource
 from ..rollouts.vllm.engine import VLLMEngine, start_engine
 from ..rollouts.vllm.launch import SHARE, ServerProcess, refuse_unsafe
 from ..rollouts.vllm.server import VLLMServer, VLLMServers
-from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank
+from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank, transit_directory
 from ..runs.context import RunContext
 from ..runs.ranks import on_main
 from .distributed import Follower, distributed
@@ -184,8 +184,7 @@ def open_source(run: RunContext[Policy]) -> RolloutSource:
     dtype: Any = config.dtype  # float64 was refused
     if config.source == "vllm_engine":
         sleep = torch.cuda.is_available()  # the trainer needs the memory
-        if config.vllm.directory is not None:  # else they lie in memory
-            _check_room(run, Path(config.vllm.directory))
+        _check_room(run, Path(config.vllm.directory or transit_directory()))
         engine = start_engine(config.model, dtype=dtype, enable_sleep_mode=sleep, **options)
         return VLLMEngine(engine, directory=config.vllm.directory, **known)
     known["dtype"] = dtype
@@ -236,7 +235,7 @@ def _check_room(run: RunContext[Policy], directory: Path) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ValueError(
-            f"vllm.directory: {directory} has {free / 2**30:.3f} GiB free, and the weights for the server take "
+            f"vllm.directory: {directory} has {free / 2**30:.3f} GiB free, and the weights for vLLM take "
             f"{needed / 2**30:.3f} GiB; name a directory with room for them, or free some"
         )
 

@@ -201,14 +201,20 @@ class FullWeights:
         return int(version) if ours else None
 
 
+def transit_directory() -> Path:
+    """Where weights on their way lie on one machine: in memory where there is ``/dev/shm``."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
 class Files(FullWeights):
     """Whole weights through files, which are not kept.
 
     Several servers may share one of these: each part is written once for all of them.
 
     Args:
-        directory: one that trainer and servers see, with room for all of the weights; a new one, in
-            memory where there is ``/dev/shm``, unless given.
+        directory: one that trainer and servers see, with room for all of the weights; a new one
+            within `transit_directory`, unless given.
     """
 
     backend = BACKEND
@@ -217,8 +223,7 @@ class Files(FullWeights):
     def __init__(self, directory: str | Path | None = None) -> None:
         super().__init__()
         if directory is None:
-            memory = Path("/dev/shm")
-            directory = tempfile.mkdtemp(prefix="burnish-", dir=memory if memory.is_dir() else None)
+            directory = tempfile.mkdtemp(prefix="burnish-", dir=transit_directory())
         self.directory = Path(directory).resolve()
         self._staged: list[Path] = []
 

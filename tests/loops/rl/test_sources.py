@@ -23,6 +23,7 @@ from burnish.loops.rl.sources import check_sampling, flags_of, open_updates
 from burnish.loops.rollouts.event_loops import Gate
 from burnish.loops.rollouts.source import SourceError
 from burnish.loops.rollouts.vllm.server import VLLMServer
+from burnish.loops.rollouts.vllm.weights import transit_directory
 from online import lines, prepare, stored
 from peft import LoraConfig
 from safetensors.torch import load_file
@@ -387,6 +388,24 @@ def test_a_disk_without_room_for_the_weights_is_told_of_at_the_start(
     assert asked == [tmp_path]
     monkeypatch.setattr("shutil.disk_usage", usage_with(needed))
     open_rl(replace(config, output=str(tmp_path / "other"))).scheduler.close()
+
+
+@pytest.mark.parametrize("directory", [None, "there"])
+def test_an_engine_has_room_for_the_weights_wherever_they_lie(
+    directory, fields, tmp_path, monkeypatch
+):
+    place = str(tmp_path if directory else transit_directory())
+
+    def disk_usage(path):
+        assert str(path) == place
+        return types.SimpleNamespace(free=1000)
+
+    monkeypatch.setattr("shutil.disk_usage", disk_usage)
+    vllm = VLLM(directory=directory and str(tmp_path / directory))
+    with pytest.raises(
+        ValueError, match=rf"^vllm.directory: {place}.* has 0.000 GiB free, and the"
+    ):
+        open_rl(GRPO(**fields, source="vllm_engine", vllm=vllm))
 
 
 @pytest.mark.parametrize("address", [None, "10.0.0.5"])
