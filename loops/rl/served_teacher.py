@@ -19,8 +19,10 @@ from ..config import Teacher
 from ..models.policy import Policy
 from ..redaction import resolved
 from ..rollouts.event_loops import run
+from ..rollouts.retries import longest_wait
 from ..rollouts.vllm.rating import Passage, Rating, RatingServer, open_client
 from ..runs.context import RunContext
+from ..runs.liveness import at, may_stand
 from ..runs.ranks import from_main
 from ..runs.teacher import LOGP_COLUMN, as_the_teacher_reads, top_k_columns
 
@@ -92,10 +94,16 @@ def open_served_teacher(context: RunContext[Policy], config: Teacher, *, k: int)
         resolved(config.server), timeout=config.timeout, key=resolved(config.api_key)
     )
     server = RatingServer(client, config.attempts)
+    longest = longest_wait(config.attempts, config.timeout)
 
     def meet() -> tuple[str, int | None]:
-        run(server.meet(context.tokenizer, k, vocab))
+        with at("meeting the teacher"), may_stand(longest):
+            run(server.meet(context.tokenizer, k, vocab))
         return server.model, server.context
 
+    def rate(passages: Sequence[Passage]) -> list[Rating]:
+        with at("waiting for the teacher"), may_stand(longest):
+            return run(server.rate(passages, k, vocab))
+
     server.model, server.context = from_main(context.accelerator, meet)
-    return ServedTeacher(lambda passages: run(server.rate(passages, k, vocab)), k, server.context)
+    return ServedTeacher(rate, k, server.context)

@@ -84,6 +84,13 @@ class Attempts:
         await asyncio.sleep(min(waits, _LONGEST))
 
 
+def longest_wait(attempts: int, timeout: float) -> float:
+    """Seconds that so many attempts may take, each as long as ``timeout``, with the waits between
+    them.
+    """
+    return attempts * (timeout + _LONGEST)
+
+
 @dataclass(eq=False)
 class RetryingSource(SourceOnAnother):
     """A source on top of another, whose requests it repeats; see the top of the file.

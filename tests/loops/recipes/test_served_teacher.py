@@ -2,7 +2,10 @@
 every step; against a stand-in for the server, and, slow, against vLLM.
 """
 
+import itertools
 import json
+import time
+from contextlib import contextmanager
 
 import burnish
 import pytest
@@ -339,6 +342,43 @@ def test_two_ranks_ask_for_their_own_completions_under_autocast(
     )
     for step, line in zip(alone, lines[-2:], strict=True):
         assert line["distillation"] == pytest.approx(step.metrics["distillation"], rel=2e-3)
+
+
+def test_a_rank_may_stand_for_as_long_as_all_attempts_at_the_teacher_take(
+    fake, losses, monkeypatch
+):
+    """When it meets the server, and in each of two steps."""
+    allowed = []
+
+    @contextmanager
+    def may_stand(seconds):
+        before = len(fake.calls)
+        yield
+        assert len(fake.calls) > before
+        allowed.append(seconds)
+
+    monkeypatch.setattr("burnish.loops.rl.served_teacher.may_stand", may_stand)
+    losses({"server": fake.url, "top_k": 2, "timeout": 100.0, "attempts": 3})
+    assert allowed == [3 * (100 + 30)] * 3
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_slow_teacher_are_not_ended(models, fake, rows, tmp_path):
+    """For three times as long as they may stand otherwise: to meet it, and in a step."""
+    data = write_rows(tmp_path / "rows.jsonl", rows)
+    usual = fake.do_v1_completions
+    asked = itertools.count()
+
+    def slow(body):
+        if next(asked) in (0, 6):
+            time.sleep(9)
+        return usual(body)
+
+    fake.odd["/v1/completions"] = slow
+    settings = [models[0], fake.url, data, tmp_path / "run", 1, "--hang_seconds", 3]
+    for status, printed in run_forked(2, "rank_served", *map(str, settings)):
+        assert status == 0, printed[-3000:]
+    assert next(asked) == 1 + 2 * 4
 
 
 @pytest.mark.slow

@@ -3,9 +3,9 @@
 from burnish.loops.cli import main
 
 
-def be_rank(student, url, data, output, shards):
+def be_rank(student, url, data, output, shards, *further):
     teacher = ["--teacher.server", url, "--teacher.top_k", "8"]
     flags = ["--steps", "2", "--batch_size", "4", "--micro_tokens", "60", "--dtype", "bfloat16"]
     place = ["--model", student, "--data", data, "--output", output]
     sharded = ["--parallel.dp_shard_size", str(shards)]
-    assert main(["distill", *place, *teacher, *flags, *sharded]) == 0
+    assert main(["distill", *place, *teacher, *flags, *sharded, *further]) == 0
