@@ -51,6 +51,7 @@ RECIPES: tuple[tuple[tuple[str, ...], str], ...] = (
 TEXT_COLUMNS = frozenset({"prompt", "completion", "chosen", "rejected", "text"})
 OPTION_COLUMNS = ("tools", "chat_template_kwargs", "system_prompt")
 IMAGE_COLUMNS = ("image", "images")
+TEXT_ALONE = "the model reads text alone; train a vision-language model"
 LAYOUT_COLUMNS = frozenset(OPTION_COLUMNS).union(
     *SUPERVISED, *UNPAIRED, *STEPWISE, *SCORES, *RANKING
 )
@@ -128,21 +129,19 @@ class ParsedRow:
 
 
 def find_layout(
-    columns: Sequence[str], accepted: Sequence[tuple[str, ...]], *, sees_images: bool = False
+    columns: Sequence[str], accepted: Sequence[tuple[str, ...]], *, no_images: str = TEXT_ALONE
 ) -> tuple[str, ...]:
     """Return the first accepted layout whose columns are all there.
 
     Args:
-        sees_images: whether the model reads images.
+        no_images: why rows with images are refused; "" if they are not.
 
     Raises:
-        ValueError: if there is none, or if the rows carry images and the model reads text alone.
+        ValueError: if there is none, or if the rows carry images that are refused.
     """
     for name in IMAGE_COLUMNS:
-        if name in columns and not sees_images:
-            raise ValueError(
-                f"column '{name}': the model reads text alone; train a vision-language model, or remove the column"
-            )
+        if name in columns and no_images:
+            raise ValueError(f"column '{name}': {no_images}, or remove the column")
     for layout in accepted:
         if set(layout) <= set(columns):
             return layout
@@ -217,12 +216,14 @@ def read_row(
     layout: tuple[str, ...],
     system_prompt: str = "",
     image_folder: str | None = None,
+    no_images: str = TEXT_ALONE,
 ) -> ParsedRow:
     """Check a record, and take it apart into prompt, completions and annotation.
 
     Args:
         system_prompt: the first message of a conversation that has no system message of its own.
-        image_folder: where relative paths of images begin; None if the model reads text alone.
+        image_folder: where relative paths of images begin; None if rows with images are refused.
+        no_images: why they are.
 
     Raises:
         BadRow: if a field is missing, is neither text nor messages, is empty, or has its roles in a
@@ -240,7 +241,10 @@ def read_row(
         raise BadRow("no prompt", "'prompt' has no messages; give it at least one")
     if "chosen" in values and layout not in TRIPLES:
         values = _with_one_prompt(values)
-    values = _with_images(record, values, image_folder)
+    if image_folder is None:
+        _refuse_images(values, no_images)
+    else:
+        values = _with_images(record, values, image_folder)
     of_row = str(record.get("system_prompt") or "")
     values, keeps_system = _with_system(values, of_row, system_prompt)
     prompt = values.pop("prompt", None)
@@ -344,16 +348,13 @@ def _with_one_prompt(values: dict[str, PlainOrChat]) -> dict[str, PlainOrChat]:
 
 
 def _with_images(
-    record: Record, values: dict[str, PlainOrChat], folder: str | None
+    record: Record, values: dict[str, PlainOrChat], folder: str
 ) -> dict[str, PlainOrChat]:
     """Conversations whose messages hold the images that they show, the row's column among them.
 
     Args:
-        folder: where relative paths begin; None if the model reads text alone.
+        folder: where relative paths begin.
     """
-    if folder is None:
-        _refuse_images(values)
-        return values
     of_column = _column_images(record)
     # Where there is a prompt, it and its completion are one conversation; else each value is one.
     together = [[*values]] if "prompt" in values else [[name] for name in values]
@@ -374,17 +375,14 @@ def _with_images(
     return completed
 
 
-def _refuse_images(values: Mapping[str, PlainOrChat]) -> None:
-    """Raise BadRow if a message shows an image, where the model reads text alone."""
+def _refuse_images(values: Mapping[str, PlainOrChat], why: str) -> None:
+    """Raise BadRow if a message shows an image."""
     for name, value in values.items():
         for number, message in enumerate(value, 1):
             if isinstance(message, dict) and IMAGES in message:
                 at = f"the content of '{name}' message {number}"
-                raise BadRow(
-                    "not text",
-                    f"{at} has a part of the type 'image', wanted text, as the model reads no images; train a "
-                    "vision-language model, or remove the row",
-                )
+                problem = f"{at} has a part of the type 'image', wanted text: {why}"
+                raise BadRow("not text", f"{problem}, or remove the row")
 
 
 def _column_images(record: Record) -> list[ImageRef]:

@@ -70,7 +70,8 @@ class _RowOptions:
         layout: the columns that hold prompt and completions.
         required: columns that must hold a number.
         written: columns of text that may write a number.
-        image_folder: where relative paths of images begin; None for a model that sees none.
+        image_folder: where relative paths of images begin; None where rows with images are refused.
+        no_images: why they are; "" where they are not.
         structures: the features of columns whose structs Arrow has filled with nulls.
         annotation: the column for what a row is labeled with, or "".
     """
@@ -82,6 +83,7 @@ class _RowOptions:
     written: Sequence[str]
     system_prompt: str
     image_folder: str | None
+    no_images: str
     structures: Mapping[str, object]
     annotation: str
 
@@ -367,7 +369,10 @@ def _encode_part(
     """Encode every row of a part, count the rows, and leave the bad ones out; see `_encode`."""
     source = records.dataset
     encoder = _encoder(tokenizer, options)
-    layout = _layout_of(records, layouts, sees_images=encoder.images is not None)
+    no_images = ""
+    if encoder.images is None:
+        no_images = options.no_images or columns.TEXT_ALONE
+    layout = _layout_of(records, layouts, no_images)
     prompts_only = layouts == columns.PROMPTS
     annotation = dict([made] if made else [])
     schema: dict[str, Feature] = {**COLUMNS, **annotation, **NOTES}
@@ -379,7 +384,9 @@ def _encode_part(
     features = Features({**numeric, **schema})
     truncation = options.truncation or ("error" if prompts_only else "keep_start")
     # without what changes no token, as the fingerprint of the cache has the limit in it
-    limit = replace(options, truncation=truncation, processes=None, chat_template=None)
+    limit = replace(
+        options, truncation=truncation, no_images="", processes=None, chat_template=None
+    )
     options_of_row = {*columns.OPTION_COLUMNS, *columns.IMAGE_COLUMNS}
     structures = _features_of(source, {*layout, *options_of_row})
     texts = [name for name in numeric if is_text(source.features[name])]
@@ -390,7 +397,8 @@ def _encode_part(
         required=required,
         written=[name for name in texts if name not in required],
         system_prompt=records.system_prompt,
-        image_folder=None if encoder.images is None else records.folder,
+        image_folder=None if no_images else records.folder,
+        no_images=no_images,
         structures=structures,
         annotation=next(iter(annotation), ""),
     )
@@ -422,11 +430,11 @@ def _encode_part(
 
 
 def _layout_of(
-    records: Records, layouts: Sequence[tuple[str, ...]], *, sees_images: bool
+    records: Records, layouts: Sequence[tuple[str, ...]], no_images: str
 ) -> tuple[str, ...]:
     names = records.dataset.column_names
     try:
-        return columns.find_layout(names, layouts, sees_images=sees_images)
+        return columns.find_layout(names, layouts, no_images=no_images)
     except ValueError as error:
         raise DataError(f"{records.source}: {error}") from None
 
@@ -519,7 +527,13 @@ def _encode_rows(
                 record[name] = read_number(record[name], name)
             for name in options.written:
                 record[name] = columns.number_of_text(record[name])
-            row = read_row(record, options.layout, options.system_prompt, options.image_folder)
+            row = read_row(
+                record,
+                options.layout,
+                options.system_prompt,
+                options.image_folder,
+                options.no_images,
+            )
             made_of_row = options.encode(row, encoder)
             encoded = made_of_row if isinstance(made_of_row, list) else [made_of_row]
             notes["_special"] = encoder.names_special_token(row)

@@ -48,6 +48,8 @@ class Tokenization:
         chat_template: text or file of a template to use instead of the tokenizer's own.
         chat_template_kwargs: arguments of the template, such as ``enable_thinking``; those of a row
             come first.
+        no_images: why rows with images are refused; "" where a model of text alone would be the
+            reason.
         processes: how many tokenize at once.
         cached: look for the result on the disk, and leave it there; false for rows that are encoded
             in memory.
@@ -58,6 +60,7 @@ class Tokenization:
     on_bad_row: Literal["error", "skip"] = "error"
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)
+    no_images: str = ""
     processes: int | None = None
     cached: bool = True
 

@@ -30,7 +30,6 @@ from transformers import PreTrainedTokenizerBase
 from ...data import (
     Accounting,
     Batches,
-    DataError,
     Records,
     Stream,
     StreamBatches,
@@ -39,7 +38,6 @@ from ...data import (
     token_cost,
     where,
 )
-from ...data.columns import IMAGE_COLUMNS
 from ...data.images import ImageReader
 from ..config import Common, Routed
 from ..models.backbone import Backbone, evaluating
@@ -368,21 +366,21 @@ def open_run(
     # An absolute path: a reward may change the working directory.
     config = replace(config, output=config.output and os.path.abspath(config.output))
     tokenizer = load_tokenizer(config)
-    reader, no_images = _open_images(config, tokenizer, no_images)
+    reader, no_images = open_images(config, tokenizer, no_images)
     encoder = tokenizer if reader is None or no_images else reader
+    how = tokenization(config, no_images)
 
     def encoded(parts: list[Records]) -> tuple[Dataset, Accounting]:
-        return _encoded(
-            accelerator, partial(encode, parts, encoder, tokenization(config), **options)
-        )
+        return _encoded(accelerator, partial(encode, parts, encoder, how, **options))
 
     stream = None
     if config.streaming:
-        stream = _open_stream(config, partial(encode, tokenizer=encoder, **options))
+        in_memory = replace(how, cached=False)
+        stream = _open_stream(
+            config, partial(encode, tokenizer=encoder, options=in_memory, **options)
+        )
     if records is None:
         records = _read_records(config, accelerator)
-    if no_images:
-        _refuse_images([*records[0], *records[1]], no_images)
     if stream is None:
         data, accounting = encoded(records[0])
     else:
@@ -455,7 +453,7 @@ def _open_stream(config: Common, encode: Callable[..., tuple[Dataset, Accounting
     settings: Any = config  # of an offline recipe, which has a batch size
     return Stream(
         resolved_data(config.data),
-        partial(encode, options=replace(tokenization(config), cached=False)),
+        encode,
         batch_size=settings.batch_size,
         seed=config.seed,
         shuffle=config.shuffle,
@@ -505,8 +503,8 @@ def _wrapped(
     return wrapped
 
 
-def _open_images(
-    config: Common, tokenizer: PreTrainedTokenizerBase, no_images: str
+def open_images(
+    config: Common, tokenizer: PreTrainedTokenizerBase, no_images: str = ""
 ) -> tuple[ImageReader | None, str]:
     """The processor of a vision-language model, and why rows with images can't be trained on; "" if
     they can, or if the model is one of text, for which the encoder says so.
@@ -519,14 +517,6 @@ def _open_images(
     except NoProcessorError as error:
         return None, str(error)
     return reader, "" if reader is None else no_images
-
-
-def _refuse_images(records: Sequence[Records], why: str) -> None:
-    """Raise DataError if rows have a column of images."""
-    for part in records:
-        for name in IMAGE_COLUMNS:
-            if name in (part.dataset.column_names or ()):
-                raise DataError(f"{part.source}: column '{name}': {why}; or remove the column")
 
 
 def _check_images(config: Common) -> None:
@@ -544,12 +534,13 @@ def _check_images(config: Common) -> None:
             )
 
 
-def tokenization(config: Common) -> Tokenization:
+def tokenization(config: Common, no_images: str = "") -> Tokenization:
     return Tokenization(
         config.longest,
         config.truncation,
         config.on_bad_row,
         chat_template_kwargs=config.chat_template_kwargs,
+        no_images=no_images,
         processes=config.dataset_num_proc,
     )
 

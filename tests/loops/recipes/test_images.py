@@ -328,6 +328,41 @@ def test_a_teacher_sees_the_images_of_its_student(given, world, tmp_path):
     assert abs(recolored[0] - rows[0][0]) > 1e-5
 
 
+@pytest.mark.parametrize(
+    ("teacher", "given", "message"),
+    [
+        ({"prompt": "hint"}, {}, r"teacher\.prompt is read without images so far"),
+        (
+            {"reprompt": "rank_images:letters"},
+            {"on_policy": 1.0},
+            r"teacher\.reprompt is read without images so far",
+        ),
+        (
+            {"server": "http://127.0.0.1:1", "top_k": 2},
+            {},
+            r"a teacher's server is sent no images so far; give --teacher\.model",
+        ),
+        (
+            {"divergence": "uld"},
+            {},
+            r"teacher\.divergence: uld reads text without images so far; take another",
+        ),
+    ],
+    ids=["prompt", "reprompt", "server", "tokenizer"],
+)
+def test_a_teacher_that_reads_text_alone_is_refused(teacher, given, message, world, tmp_path):
+    model = world().model
+    own = {} if "server" in teacher else {"model": model}
+    row = {"prompt": [USER], "hint": [USER], "completion": says("red"), "images": ["0-0.png"]}
+    data = tmp_path / "hints.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    distill = settings.Distill(
+        model=model, data=str(data), teacher=Teacher(**own, **teacher), **given
+    )
+    with pytest.raises(DataError, match=rf"column 'images': {message}.*, or remove the column"):
+        losses(distill)
+
+
 def test_a_teacher_without_a_processor_is_refused(world, tmp_path):
     config = world()
     make_model().save_pretrained(tmp_path / "teacher")

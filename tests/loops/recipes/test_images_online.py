@@ -204,9 +204,20 @@ def test_samples_ahead_of_training_come_from_a_copy_that_sees_images(world):
     assert rows[2]["age/max"] == 1.0
 
 
-def test_an_environment_refuses_images_by_name(world):
-    config = world(environment="guess_number", rewards={})
-    with pytest.raises(DataError, match="column 'images': an environment converses in text alone"):
+@pytest.mark.parametrize(
+    ("converses", "who"),
+    [({"environment": "guess_number"}, "an environment"), ({"agent": "agents:twice"}, "an agent")],
+)
+def test_conversations_refuse_images_by_name(converses, who, world, tmp_path):
+    config = world(**converses, rewards={})
+    with pytest.raises(DataError, match=f"column 'images': {who} converses in text alone so far"):
+        steps(config)
+    parts = [{"type": "image", "image": "0-0.png"}, {"type": "text", "text": "what?"}]
+    row = {"prompt": [{"role": "user", "content": parts}]}
+    (tmp_path / "parts.jsonl").write_text(json.dumps(row) + "\n")
+    config = world(**converses, rewards={}, data=str(tmp_path / "parts.jsonl"))
+    message = rf"parts.jsonl line 1: .* part of the type 'image', wanted text: {who} converses in"
+    with pytest.raises(DataError, match=message):
         steps(config)
 
 
