@@ -11,12 +11,12 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ... import data
-from ...data.images import ImageReader, decoded
+from ...data.images import decoded
 from ..config import Common
-from ..models.io import find_images, load_tokenizer
+from ..models.io import load_tokenizer
 from ..recipes import encoder_of
 from ..redaction import hide, resolved_data
-from ..runs.context import tokenization
+from ..runs.context import open_images, tokenization
 
 
 def show(recipe: str, config: Common, rows: int) -> None:
@@ -26,9 +26,8 @@ def show(recipe: str, config: Common, rows: int) -> None:
         DataError: as a run would.
     """
     tokenizer = load_tokenizer(config)
-    encoder: ImageReader | PreTrainedTokenizerBase = tokenizer
-    if recipe in ("sft", "dpo", "kto", "orpo", "cpo"):
-        encoder = find_images(config, tokenizer) or tokenizer
+    reader, no_images = open_images(config, tokenizer)
+    how = tokenization(config, no_images)
     encode = encoder_of(recipe, config)
     console = Console(highlight=False, soft_wrap=True)
     named = resolved_data(config.data)
@@ -36,7 +35,7 @@ def show(recipe: str, config: Common, rows: int) -> None:
     for parts in data.load_data(named, held_out, seed=config.seed):
         if not parts:
             continue
-        encoded, accounting = encode(parts, encoder, tokenization(config))
+        encoded, accounting = encode(parts, reader or tokenizer, how)
         start = 0
         for part in accounting.parts or [accounting]:
             for number in range(min(rows, part.examples)):

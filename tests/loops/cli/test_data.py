@@ -51,13 +51,22 @@ def test_trained_tokens_are_marked_and_rows_counted(shown):
     assert "data.jsonl: 5 rows read, 5 kept" in out
 
 
-def test_images_are_shown_by_name_and_size(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("recipe", "row", "flags"),
+    [
+        ("sft", {"completion": [ANSWER]}, []),
+        ("grpo", {}, ["--rewards", "{exact_match: 1.0}"]),
+        ("reward", {"chosen": [ANSWER], "rejected": [ASK | {"role": "assistant"}]}, []),
+        ("prm", {"completions": ["2", "3"], "labels": [True, False]}, []),
+        ("distill", {"completion": [ANSWER]}, []),
+    ],
+)
+def test_images_are_shown_by_name_and_size(recipe, row, flags, tmp_path, capsys):
     model = vision.save(tmp_path / "model", "idefics3")
     vision.picture(60, 30).save(tmp_path / "cat.png")
-    row = {"images": ["cat.png"], "prompt": [ASK], "completion": [ANSWER]}
-    write_rows(tmp_path / "rows.jsonl", [row])
-    flags = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl")]
-    assert main(["data", "sft", *flags]) == 0
+    write_rows(tmp_path / "rows.jsonl", [{"images": ["cat.png"], "prompt": [ASK], **row}])
+    flags = ["--model", str(model), "--data", str(tmp_path / "rows.jsonl"), *flags]
+    assert main(["data", recipe, *flags]) == 0
     out = capsys.readouterr().out
     assert "cat.png, 60 x 30, 18 tokens" in out
     assert "1 images, 18 of the tokens" in out
