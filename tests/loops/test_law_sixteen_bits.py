@@ -7,7 +7,9 @@ import torch
 from law import (
     IN_FLOAT16,
     IN_SIXTEEN_BITS,
+    KINKED,
     UNITS,
+    assert_loss_is_rounded_once,
     assert_rounded_once,
     assert_same_but_rounded,
     numbers,
@@ -19,7 +21,11 @@ SPLITS = [("packed", 60), ("shared", None), ("shared", 40), ("padded", 1)]
 
 
 def check_splits(name, dtype, on_two_ranks):
-    """A step in 16 bits is the same for all splits of it, on one rank and on two."""
+    """A step in 16 bits is the same for all splits of it, on one rank and on two.
+
+    Of a loss with kinks the gradient of the whole step is further from float64 than its roundings
+    are: by √(4 · the share of signs that flip), 14 % of uld's here, where 0.5 % do. Its loss is not.
+    """
     unit = UNITS[dtype]
     with numbers(torch.float64):
         exact = one_step(name, "padded", None)
@@ -28,7 +34,10 @@ def check_splits(name, dtype, on_two_ranks):
         parts = {setting: one_step(name, *setting) for setting in SPLITS}
     assert all(parts[setting]["micro_batches"] > 1 for setting in (("shared", 40), ("padded", 1)))
     assert whole["metrics"]["skipped"] == 0
-    assert_rounded_once(whole, exact, unit)
+    if name in KINKED:
+        assert_loss_is_rounded_once(whole, exact, unit)
+    else:
+        assert_rounded_once(whole, exact, unit)
     kind = str(dtype).removeprefix("torch.")
     for result in (
         *parts.values(),

