@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .head import HeadFactors
-from .passes import TileStore, multiply_out, spans, vocabulary_spans
+from .passes import TileStore, WriteTile, multiply_out, spans, vocabulary_spans
 from .softmax import NEVER, LogitTransform, rows_of, run
 
 LEVEL = 4
@@ -147,10 +147,10 @@ def student_gradients(
     row_stats[:, LEVEL].masked_fill_(gain == 0, 0)
     gain = gain / unit
 
-    def open_span(columns: slice) -> tuple[HeadFactors, Callable[[slice, Tensor], None]]:
+    def open_span(columns: slice) -> tuple[HeadFactors, WriteTile]:
         span = pair.columns(columns)
 
-        def write(rows: slice, out: Tensor) -> None:
+        def write(rows: slice, out: Tensor, _: int) -> None:
             rest = (
                 *span.tile(rows, columns, seen=True),
                 row_stats[rows],

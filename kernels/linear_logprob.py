@@ -28,7 +28,6 @@ dtype, ``compute_dtype``, and their products are summed in float32. Logits are n
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -338,10 +337,21 @@ class LogprobArguments(NamedTuple):
         likeliest = self.hidden.new_empty(n, self.top_k, dtype=exact)
         return kept, tops, ranks, ids, likeliest
 
-    def store(self, kept: Tensor, tops: Tensor, only: Tensor | None = None) -> TileStore:
-        """The memory that ``allocate`` made, for tiles of all rows or some."""
+    def store(
+        self, head: HeadFactors, kept: Tensor, tops: Tensor, only: Tensor | None = None
+    ) -> TileStore:
+        """The memory that ``allocate`` made, for tiles of the rounded head: of all rows or some."""
+        threads = 1
+        if self.backend == "torch":
+            threads = passes.threads_for(head, len(head.hidden) * self.vocab)
         return TileStore(
-            kept, self.rows, self.columns, self.vocab, tops if self.is_triton else None, only
+            kept,
+            self.rows,
+            self.columns,
+            self.vocab,
+            tops if self.is_triton else None,
+            only,
+            threads,
         )
 
 
@@ -388,7 +398,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
         )
     else:
         state = SoftmaxState.start(target, tops, given.mean, given.squares)
-        _fold_tiles(given, head, target, transform, given.store(kept, tops), state, ranking)
+        _fold_tiles(given, head, target, transform, given.store(head, kept, tops), state, ranking)
     if given.group is not None:
         state = combine(state, target, given.vocab, given.group)
     results = softmax.finish(state)
@@ -410,30 +420,40 @@ def _fold_tiles(
 ) -> None:
     """Compute the logits tile by tile, and fold each into ``state`` and ``ranking``."""
     n = len(target)
+
+    def fold(span: HeadFactors, thread: int, rows: slice, columns: slice) -> None:
+        tile, shifted = store.tile(rows, columns, thread)
+        span.logits(rows, tile)
+        if ranking is not None:
+            ranking.update(tile, rows, columns)
+        column = target[rows] - columns.start
+        sums = rows_of(state, rows)
+        if given.is_triton:
+            from . import triton_softmax
+
+            triton_softmax.fold_(tile, column, sums, rows_of(transform, rows), shifted)
+        else:
+            folded = run(
+                softmax.fold,
+                tile,
+                column,
+                sums,
+                rows_of(transform, rows),
+                width=given.columns,
+                logits=n * given.vocab,
+            )
+            sums.store_(folded)
+
+    def fold_on_thread(thread: int, rows: slice, columns: slice) -> None:
+        fold(head.columns(columns), thread, rows, columns)
+
+    if store.threads > 1:
+        store.for_each_tile(fold_on_thread)
+        return
     for columns in passes.vocabulary_spans(given.vocab, given.columns, head.hidden.device):
         span = head.columns(columns)
         for rows in passes.spans(n, given.rows):
-            tile, shifted = store.tile(rows, columns)
-            span.logits(rows, tile)
-            if ranking is not None:
-                ranking.update(tile, rows, columns)
-            column = target[rows] - columns.start
-            sums = rows_of(state, rows)
-            if given.is_triton:
-                from . import triton_softmax
-
-                triton_softmax.fold_(tile, column, sums, rows_of(transform, rows), shifted)
-            else:
-                folded = run(
-                    softmax.fold,
-                    tile,
-                    column,
-                    sums,
-                    rows_of(transform, rows),
-                    width=given.columns,
-                    logits=n * given.vocab,
-                )
-                sums.store_(folded)
+            fold(span, 0, rows, columns)
 
 
 @_forward.register_fake
@@ -479,7 +499,7 @@ def _backward(
         transform,
         saved,
         softmax.coefficients([None if u is None else u / unit for u in upstream], saved, transform),
-        given.store(kept[0], kept[1], live),
+        given.store(head, kept[0], kept[1], live),
         moments,
     )
     main_grad = given.main_grad if given.main_grad.ndim == 2 else None
@@ -517,14 +537,16 @@ class _BackwardTiles(NamedTuple):
     store: TileStore
     moments: Tensor | None
 
-    def open_span(self, columns: slice) -> tuple[HeadFactors, Callable[[slice, Tensor], None]]:
+    def open_span(self, columns: slice) -> tuple[HeadFactors, passes.WriteTile]:
         """The factors of a span of the vocabulary, and what writes dc of a tile of it."""
         span = self.head.columns(columns)
         return span, functools.partial(self._write, span, columns)
 
-    def _write(self, span: HeadFactors, columns: slice, rows: slice, out: Tensor) -> None:
+    def _write(
+        self, span: HeadFactors, columns: slice, rows: slice, out: Tensor, thread: int
+    ) -> None:
         """Write dc of a tile into ``out``, from c that was kept, or is computed again."""
-        tile, shifted = self.store.tile(rows, columns)
+        tile, shifted = self.store.tile(rows, columns, thread)
         if columns.start >= self.store.recomputed:
             span.logits(rows, tile)
         column = self.target[rows] - columns.start

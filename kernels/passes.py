@@ -16,6 +16,7 @@ from .backend import accumulation_dtype
 from .head import HeadFactors, multiply_
 from .sharding import gather_columns, sum_over
 from .softmax import IMPOSSIBLE, LogitTransform, Softmax
+from .threads import block_rows, for_each_tile
 
 # columns: rows of tiles, and factors on tensor cores, begin at multiples of 16 bytes and more
 ALIGNED = 64
@@ -31,10 +32,18 @@ WORTH_LEAVING_OUT = 0.1
 # On a GPU dc of two tiles stands side by side: of 8192 rows a span's dW is one product, rounded as
 # it is written.
 TILES_AT_ONCE = {"cuda": 2}
+# From so many logits on each thread of a CPU works on a tile of its own.
+THREADS_FROM = 2**24
 # the factors in ``HeadFactors`` with a row per token of the vocabulary
 WEIGHT, BIAS, UP = PER_TOKEN = (1, 2, 4)
 # operators that wait for the GPU can't be captured in a CUDA graph
 WAITS = (torch.Tag.cudagraph_unsafe,)
+
+
+# writes dc of a tile: (rows, out, thread)
+WriteTile = Callable[[slice, Tensor, int], None]
+# the factors of a span of the vocabulary, and what writes dc of its tiles
+OpenSpan = Callable[[slice], tuple[HeadFactors, WriteTile]]
 
 
 def spans(stop: int, widest: int, start: int = 0) -> Iterator[slice]:
@@ -64,11 +73,13 @@ class TileStore:
     Args:
         kept: ``[C, N]``, memory for the first C columns of the vocabulary. Each span of them
             ``[N, width]`` is in one piece, one after the other.
-        rows, columns: of a tile.
+        rows, columns: of a tile; rows of all ``threads`` together.
         tops: ``[spans, N]``; None where c itself is kept.
         only: ``[live]``, the rows of N that are worked on, if not all.
+        threads: how many work on tiles at once, each in a buffer of its own.
 
     Attributes:
+        rows: of a tile.
         recomputed: tiles from this column on are not kept.
         width: of the buffer.
     """
@@ -81,22 +92,28 @@ class TileStore:
         vocab: int,
         tops: Tensor | None = None,
         only: Tensor | None = None,
+        threads: int = 1,
     ) -> None:
         self.kept = kept
         self.tops = tops
         self.only = only
-        self.rows = rows
+        self.threads = threads
         self.columns = columns
         self.vocab = vocab
         self.recomputed, self.all_rows = kept.shape
+        self.worked_on = self.all_rows if only is None else len(only)
+        self.rows = rows if threads == 1 else block_rows(self.worked_on, threads, rows)
         self.width = -(-min(vocab, columns) // ALIGNED) * ALIGNED
         dtype = kept.dtype if tops is None else tops.dtype
-        self.buffer = kept.new_empty(min(self.all_rows, rows), self.width, dtype=dtype)
+        height = min(self.all_rows, self.rows)
+        self.buffers = kept.new_empty(threads, height, self.width, dtype=dtype)
 
-    def tile(self, rows: slice, columns: slice) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def tile(
+        self, rows: slice, columns: slice, thread: int = 0
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Where the tile is to be computed, or already is; and the 16-bit copy of it that a Triton
         pass keeps, or has kept, with its tops."""
-        buffer = self.buffer[: rows.stop - rows.start, : columns.stop - columns.start]
+        buffer = self.buffers[thread, : rows.stop - rows.start, : columns.stop - columns.start]
         if columns.start >= self.recomputed:
             return buffer, None
         index = rows if self.only is None else self.only[rows]
@@ -104,6 +121,16 @@ class TileStore:
         if self.tops is None:
             return kept, None
         return buffer, (kept, self.tops[self._number(columns)][index])
+
+    def for_each_tile(self, work: Callable[[int, slice, slice], None]) -> None:
+        """``work(thread, rows, columns)`` for every tile, on all threads; see threads.py."""
+        blocks = list(spans(self.worked_on, self.rows))
+        columns = list(spans(self.vocab, self.columns))
+
+        def work_on_tile(thread: int, block: int, span: int) -> None:
+            work(thread, blocks[block], columns[span])
+
+        for_each_tile(len(blocks), len(columns), self.threads, work_on_tile)
 
     def _span(self, columns: slice) -> Tensor:
         """``[N, width]``, the kept span of these columns."""
@@ -158,9 +185,25 @@ def allocate_tops(kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return kept.new_empty(-(-kept_columns // columns) + remainder, n, dtype=dtype)
 
 
+def threads_for(head: HeadFactors, logits: int) -> int:
+    """How many threads work on so many ``logits`` at once, each on a tile of its own; 1 if all of
+    torch's threads share each tile.
+
+    More than one on a CPU only, and where W is multiplied, and gets its gradient, as it stands: of
+    a span that has to be converted each thread would need a copy.
+    """
+    like = head.hidden
+    exact = accumulation_dtype(like.dtype)
+    per_token = [head.weight, head.bias, head.up]
+    as_it_stands = head.compute == exact and all(t is None or t.dtype == exact for t in per_token)
+    threads = torch.get_num_threads()
+    if like.device.type != "cpu" or not as_it_stands or logits < THREADS_FROM:
+        return 1
+    return threads if block_rows(len(like), threads, ROWS) else 1
+
+
 def multiply_out(
-    head: HeadFactors, needed: Sequence[bool], store: TileStore, unit: float,
-    open_span: Callable[[slice], tuple[HeadFactors, Callable[[slice, Tensor], None]]],
+    head: HeadFactors, needed: Sequence[bool], store: TileStore, unit: float, open_span: OpenSpan,
     main_grad: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """The gradients of hidden, weight, bias, low and up: the products of dc, tile by tile.
@@ -174,26 +217,53 @@ def multiply_out(
     Args:
         unit: what dc is in multiples of.
         open_span: gives, for a span of the vocabulary, the factors of the span and a function
-            ``(rows, out)`` that writes dc of a tile into ``out``.
+            ``(rows, out, thread)`` that writes dc of a tile into ``out``.
         main_grad: ``[V, D]``, what the gradient of the weight is added to instead of being
             returned.
     """
+    written = store.vocab if len(head.hidden) else 0
+    gradients = _empty_gradients(head, needed, written, main_grad)
+    multiply = _multiply_on_threads if store.threads > 1 else _multiply_in_order
+    multiply(gradients, head, store, unit, open_span, main_grad is not None)
+    return [None if gradient is main_grad else gradient for gradient in gradients]
+
+
+def _multiply_in_order(
+    gradients: Sequence[Tensor | None], head: HeadFactors, store: TileStore, unit: float,
+    open_span: OpenSpan, main_grad: bool,
+) -> None:  # fmt: skip
+    """The products of every tile, span by span of the vocabulary."""
     like = head.hidden
     n = len(like)
-    written = store.vocab if n else 0
     at_once = store.rows * TILES_AT_ONCE.get(like.device.type, 1)
-    gradients = _empty_gradients(head, needed, written, main_grad)
     buffer = like.new_empty(min(n, at_once), store.width)
-    for span in vocabulary_spans(written, store.columns, like.device):
+    for span in vocabulary_spans(store.vocab if n else 0, store.columns, like.device):
         factors, write = open_span(span)
         sums = _sums_of_span(gradients, span, like.dtype, one_product=n <= at_once)
         for block in spans(n, at_once):
             dc = buffer[: block.stop - block.start, : span.stop - span.start]
             for part in spans(block.stop, store.rows, block.start):
-                write(part, dc[part.start - block.start : part.stop - block.start])
-            add_products_(sums, dc, factors, block, span, unit, main_grad=main_grad is not None)
+                write(part, dc[part.start - block.start : part.stop - block.start], 0)
+            add_products_(sums, dc, factors, block, span, unit, main_grad=main_grad)
         _round_into(gradients, sums, span)
-    return [None if gradient is main_grad else gradient for gradient in gradients]
+
+
+def _multiply_on_threads(
+    gradients: Sequence[Tensor | None], head: HeadFactors, store: TileStore, unit: float,
+    open_span: OpenSpan, main_grad: bool,
+) -> None:  # fmt: skip
+    """The products of every tile, of several at once; see ``threads_for``."""
+    like = head.hidden
+    buffers = like.new_empty(store.threads, min(len(like), store.rows), store.width)
+
+    def add_tile(thread: int, rows: slice, columns: slice) -> None:
+        factors, write = open_span(columns)
+        sums = _sums_of_span(gradients, columns, like.dtype, one_product=False)
+        dc = buffers[thread, : rows.stop - rows.start, : columns.stop - columns.start]
+        write(rows, dc, thread)
+        add_products_(sums, dc, factors, rows, columns, unit, main_grad=main_grad)
+
+    store.for_each_tile(add_tile)
 
 
 def _empty_gradients(

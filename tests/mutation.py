@@ -36,7 +36,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 _HEAD = ("linear_logprob", "backward", "precision", "sixteen_bits", "linear_divergence")
 KERNEL_TESTS = {
     "softmax": ("linear_logprob", "logits_logprob", "backward", "sharding"),
-    "passes": (*_HEAD, "ranking", "sharding", "compile"),
+    "passes": (*_HEAD, "threads", "ranking", "sharding", "compile"),
+    "threads": ("threads",),
     "head": _HEAD,
     "divergence_passes": ("linear_divergence",),
     "linear_divergence": ("linear_divergence", "precision", "compile"),
