@@ -20,6 +20,7 @@ import shutil
 import socket
 import tempfile
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -214,7 +215,7 @@ class Files(FullWeights):
 
     Args:
         directory: one that trainer and servers see, with room for all of the weights; a new one
-            within `transit_directory`, unless given.
+            within `transit_directory` unless given, which goes with this object or the process.
     """
 
     backend = BACKEND
@@ -224,6 +225,7 @@ class Files(FullWeights):
         super().__init__()
         if directory is None:
             directory = tempfile.mkdtemp(prefix="burnish-", dir=transit_directory())
+            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         self.directory = Path(directory).resolve()
         self._staged: list[Path] = []
 

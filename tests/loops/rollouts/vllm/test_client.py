@@ -4,6 +4,7 @@ stand-in, everywhere.
 
 import asyncio
 import base64
+import gc
 import json
 import os
 import subprocess
@@ -76,6 +77,17 @@ def connect(model, fake, tmp_path):
     yield connect
     for source in sources:
         asyncio.run(source.close())
+
+
+def test_a_directory_of_its_own_goes_with_what_wrote_to_it(tmp_path):
+    """In memory, where nobody else would remove weights that were on their way."""
+    for given in (None, tmp_path):
+        updates = Files(given)
+        directory = updates.directory
+        (directory / "weights").touch()
+        del updates
+        gc.collect()
+        assert directory.exists() == (given is not None)
 
 
 def ask(indices=(0,), **sampling):
