@@ -180,6 +180,9 @@ class SamplingConfig(Common):
     may change their rounding: give a number where a run may be resumed on another GPU, or on one
     that others use too.
     """
+    cuda_graphs: bool = False
+    """Replay each token step of the policy as one CUDA graph, and read its tokens while the next
+    one runs. It has never run on a GPU; on a CPU it takes longer."""
     show_every: NonNegativeInt = 10
     """Show a few completions every so many rollouts; 0 shows none."""
 
@@ -200,6 +203,8 @@ class SamplingConfig(Common):
             if self.vllm != VLLM():
                 yield "vllm: it is set up, but source is policy; set source to vllm, or leave it out"
         else:
+            if self.cuda_graphs:
+                yield "cuda_graphs: it is for source policy, and vLLM has its own; leave it out"
             yield from self._vllm_contradictions()
 
     def _vllm_contradictions(self) -> Iterator[str]:

@@ -170,7 +170,12 @@ def open_local(run: RunContext[Policy], *, detached: bool = False, **options: An
     kind = DetachedSource if detached or is_sharded(run.model) else LocalSource
     autocast = run.accelerator.autocast
     return kind(
-        run.model, run.tokenizer, cache_bytes=run.config.cache_bytes, context=autocast, **options
+        run.model,
+        run.tokenizer,
+        cache_bytes=run.config.cache_bytes,
+        cuda_graphs=run.config.cuda_graphs,
+        context=autocast,
+        **options,
     )
 
 

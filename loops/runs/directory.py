@@ -36,7 +36,7 @@ _FREE = {
     *("save_every", "save_minutes", "keep", "keep_best", "load_best_model_at_end"),
     # A step is the same, but for rounding, however its memory and ranks are used.
     *("vllm", "parallel", "micro_tokens", "gradient_checkpointing", "keep_bytes"),
-    *("backend", "layout", "attention", "hang_seconds"),
+    *("backend", "layout", "attention", "hang_seconds", "cuda_graphs"),
 }
 _PLACES = {"model", "ref_model", "tokenizer"}  # which may have been moved since
 _SPARE = ".config.yaml"  # beside config.yaml, in case that is damaged

@@ -314,6 +314,7 @@ RULES = [
         "reward_aggregation: normalize",
     ),
     (RLOO, ONLINE, {"scale": "group"}, "scale: a group's standard deviation"),
+    (GRPO, SERVED, {"cuda_graphs": True}, "cuda_graphs: it is for source policy"),
     (GRPO, SERVED, {"temperature": 0.001}, "temperature: vLLM samples at 0.01 or above"),
     (GRPO, SERVED, {"model": OBJECT}, "source: vLLM loads a model by its name"),
     (GRPO, SERVED, {"dtype": "float64"}, "source: vLLM does not compute in float64"),

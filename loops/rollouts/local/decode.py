@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -223,6 +223,19 @@ def penalize(
     return logits.index_put(places, torch.where(values > 0, values / penalty, values * penalty))
 
 
+def penalize_seen(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
+    """`penalize` without a wait for the device.
+
+    Args:
+        seen: bool [rows, V], true for the tokens of each row's prompt and completion.
+        penalty: [rows], ρ.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    ratio = penalty[:, None].to(logits.dtype)
+    smaller = torch.where(logits > 0, logits / ratio, logits * ratio)
+    return torch.where(seen, smaller, logits)
+
+
 def draw(
     logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]
 ) -> tuple[Tensor, Tensor]:
@@ -234,36 +247,71 @@ def draw(
     drawn from. A row of temperature 0 takes its likeliest token, and its log-prob is that of
     temperature 1. `penalize` comes before it.
     """
+    numbers = torch.tensor(
+        [(u, *numbers_of(row)) for u, row in zip(uniform, sampling, strict=True)],
+        dtype=torch.float64,
+        device=logits.device,
+    )
+    return draw_rows(logits, numbers, DrawKinds.of(sampling))
+
+
+def numbers_of(sampling: SamplingParams) -> tuple[float, float, float, float]:
+    """What `draw_rows` wants of a row beside u."""
+    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+
+
+class DrawKinds(NamedTuple):
+    """What some of the rows want.
+
+    It is asked of the settings, not of tensors: a GPU would have to be waited for.
+
+    Attributes:
+        scaled: a temperature other than 0 and 1.
+        truncated: some tokens can't be drawn.
+        greedy: the likeliest token.
+    """
+
+    scaled: bool
+    truncated: bool
+    greedy: bool
+
+    @classmethod
+    def of(cls, sampling: Sequence[SamplingParams]) -> "DrawKinds":
+        kinds = set(sampling)
+        return cls(
+            any(kind.temperature not in (0.0, 1.0) for kind in kinds),
+            any(kind.temperature != 0 and kind.truncated for kind in kinds),
+            any(kind.temperature == 0 for kind in kinds),
+        )
+
+
+def draw_rows(logits: Tensor, numbers: Tensor, kinds: DrawKinds) -> tuple[Tensor, Tensor]:
+    """`draw` without a wait for the device.
+
+    Args:
+        numbers: float64 [rows, 5]: u and `numbers_of`.
+    """
     most = _ELEMENTS_CPU if logits.device.type == "cpu" else _ELEMENTS
     rows = max(1, most // logits.shape[1])
     if len(logits) <= rows:
-        return _draw(logits, uniform, sampling)
+        return _draw(logits, numbers, kinds)
     tokens, logprobs = [], []
     for first in range(0, len(logits), rows):
         part = slice(first, first + rows)
-        drawn, logprob = _draw(logits[part], uniform[part], sampling[part])
+        drawn, logprob = _draw(logits[part], numbers[part], kinds)
         tokens.append(drawn)
         logprobs.append(logprob)
     return torch.cat(tokens), torch.cat(logprobs)
 
 
-def _draw(
-    logits: Tensor, uniform: Sequence[float], sampling: Sequence[SamplingParams]
-) -> tuple[Tensor, Tensor]:
-    """`draw`, of all rows at once."""
-    settings = [
-        (u, row.temperature, row.top_k, row.top_p, row.min_p)
-        for u, row in zip(uniform, sampling, strict=True)
-    ]
-    columns = torch.tensor(settings, dtype=torch.float64, device=logits.device)[:, :, None]
-    number, temperature, top_k, top_p, min_p = columns.unbind(1)  # [rows, 1]
+def _draw(logits: Tensor, numbers: Tensor, kinds: DrawKinds) -> tuple[Tensor, Tensor]:
+    """`draw_rows`, of all rows at once."""
+    number, temperature, top_k, top_p, min_p = numbers[:, :, None].unbind(1)  # [rows, 1]
     greedy = temperature == 0
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Asked of the settings, not of the tensors: a GPU would have to be waited for.
-    kinds = set(sampling)
-    if any(kind.temperature not in (0.0, 1.0) for kind in kinds):
+    if kinds.scaled:
         logits = logits / temperature.masked_fill(greedy, 1.0).to(logits.dtype)
-    if any(_cuts(kind) for kind in kinds):
+    if kinds.truncated:
         logits = _likeliest(
             logits,
             top_k.masked_fill(greedy, 0.0),
@@ -277,15 +325,10 @@ def _draw(
     token = torch.searchsorted(cumulative, number * total, right=True).clamp_(
         max=logits.shape[1] - 1
     )
-    if any(kind.temperature == 0 for kind in kinds):
+    if kinds.greedy:
         token = torch.where(greedy, logits.argmax(-1, keepdim=True), token)
     logprob = (logits.gather(1, token) - highest).double() - total.log()
     return token[:, 0], logprob[:, 0].to(logits.dtype)
-
-
-def _cuts(sampling: SamplingParams) -> bool:
-    """True if some tokens can't be drawn."""
-    return sampling.temperature != 0 and sampling.truncated
 
 
 def _likeliest(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:

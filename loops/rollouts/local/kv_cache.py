@@ -1,6 +1,8 @@
 """Batches of unfinished sequences, and their keys and values, so that every token is read once.
 
-ContinuousBatch    every sequence has a row of the cache; sequences join and leave between two tokens
+RowCache           every sequence has a row of the cache; what the next two have in common
+ContinuousBatch    sequences join and leave between two tokens
+GraphBatch         the same in tensors of fixed shapes: see `graph_batch`
 StaticBatch        sequences of one prompt at a time, with the cache that the model makes itself, or none: for
                    recurrent and sliding-window models, whose caches track positions themselves
 
@@ -30,7 +32,7 @@ _STEP = 64  # columns added at once
 READ = 8192  # tokens of context read at once
 
 
-class _Text(NamedTuple):
+class ReadOnce(NamedTuple):
     """A text that is read once.
 
     Attributes:
@@ -44,7 +46,7 @@ class _Text(NamedTuple):
     rows: int
 
 
-class ContinuousBatch(Cache):
+class RowCache(Cache):
     """A row of one batch for every sequence, and the cache of `transformers` that holds their keys
     and values.
 
@@ -66,6 +68,7 @@ class ContinuousBatch(Cache):
         length: int64 [rows], tokens that are cached for each row.
         beyond: int64 [rows], how far a row's next position is beyond its length, see
             `ModelRunner.inputs`.
+        row: int64 [rows], its number.
         longest: columns beyond which none are added ahead of need.
     """
 
@@ -109,7 +112,7 @@ class ContinuousBatch(Cache):
         unread = []
         for _, group in groupby(sequences, key=_read_first):
             same = list(group)
-            unread.append(_Text(_text_of(same[0]), same[0].request.images, len(same)))
+            unread.append(ReadOnce(_text_of(same[0]), same[0].request.images, len(same)))
         states = []
         while unread:
             most = max(1, READ // max(len(text.ids) for text in unread))
@@ -117,7 +120,7 @@ class ContinuousBatch(Cache):
             unread = unread[most:]
         return torch.cat(states)
 
-    def _read(self, texts: Sequence[_Text]) -> Tensor:
+    def _read(self, texts: Sequence[ReadOnce]) -> Tensor:
         """Read texts and their images, and store their keys and values.
 
         Returns the last states of the rows.
@@ -131,14 +134,12 @@ class ContinuousBatch(Cache):
         length, copies, past = torch.tensor([lengths, rows, beyond], device=self.length.device)
         cache = DynamicCache()
         last, _ = self.runner.states(length - 1, cache=cache, use_cache=True, **inputs)
-        first_row = len(self.length)
-        self.length = torch.cat([self.length, length.repeat_interleave(copies)])
-        self.beyond = torch.cat([self.beyond, past.repeat_interleave(copies)])
-        self.row = torch.arange(len(self.length), device=self.length.device)
         new = _keys_and_values(cache)
         if not self.stores:
             self.stores = [self._empty_store(each) for each in new]
-        self._reserve(int(self.length.max()) + 1)
+        first_row = self._add_rows(
+            texts, length.repeat_interleave(copies), past.repeat_interleave(copies)
+        )
         row = first_row
         for i, text in enumerate(texts):
             columns = len(text.ids)
@@ -147,17 +148,19 @@ class ContinuousBatch(Cache):
             row += text.rows
         return last.repeat_interleave(copies, dim=0)
 
+    def _add_rows(self, texts: Sequence[ReadOnce], length: Tensor, beyond: Tensor) -> int:
+        """Make space for the rows of these texts, with their lengths [rows] and how far positions
+        are beyond them; returns the number of the first.
+        """
+        raise NotImplementedError
+
     def _empty_store(self, like: Tensor) -> Tensor:
         """[0, heads, 0, d], for keys or values such as these [texts, heads, columns, d]."""
         dtype = autocast_dtype(like) or like.dtype
         return self.length.new_zeros(0, like.shape[1], 0, like.shape[3], dtype=dtype)
 
-    def step(self) -> Tensor:
-        last = torch.tensor(
-            [sequence.tokens[-1] for sequence in self.sequences], device=self.length.device
-        )[:, None]
-        self.width = int(self.length.max()) + 1
-        self._reserve(self.width)
+    def _states(self, last: Tensor) -> Tensor:
+        """Read the last token [rows, 1] of every row; returns the states that follow it."""
         # Rows end at different columns; 0 where a row has a token, the lowest number beyond it.
         hidden = torch.arange(self.width, device=self.length.device) > self.length[:, None]
         mask = torch.zeros(hidden.shape, dtype=self.stores[0].dtype, device=hidden.device)
@@ -169,7 +172,6 @@ class ContinuousBatch(Cache):
             attention_mask=mask[:, None, None],
             use_cache=True,
         )
-        self.length = self.length + 1
         return states
 
     def update(
@@ -195,17 +197,33 @@ class ContinuousBatch(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.width, 0
 
+
+class ContinuousBatch(RowCache):
+    """Rows and columns are those of the sequences, and grow with them."""
+
+    def _add_rows(self, texts: Sequence[ReadOnce], length: Tensor, beyond: Tensor) -> int:
+        first = len(self.length)
+        self.length = torch.cat([self.length, length])
+        self.beyond = torch.cat([self.beyond, beyond])
+        self.row = torch.arange(len(self.length), device=self.length.device)
+        self._reserve(int(self.length.max()) + 1)
+        return first
+
+    def step(self) -> Tensor:
+        last = torch.tensor(
+            [sequence.tokens[-1] for sequence in self.sequences], device=self.length.device
+        )[:, None]
+        self.width = int(self.length.max()) + 1
+        self._reserve(self.width)
+        states = self._states(last)
+        self.length = self.length + 1
+        return states
+
     def drop_finished(self) -> None:
-        """Fill the gaps with the last rows."""
         kept = [row for row, sequence in enumerate(self.sequences) if sequence.finish is None]
         if len(kept) == len(self.sequences):
             return
-        # Rows 0, 2 and 5 of six are kept: row 5 moves to 1, so that little is copied.
-        order = list(range(len(kept)))
-        gaps = sorted(set(order) - set(kept))
-        moved = [row for row in kept if row >= len(kept)]
-        for gap, row in zip(gaps, moved, strict=True):
-            order[gap] = row
+        order, gaps, moved = filled_gaps(kept)
         if gaps:
             for store in self.stores:
                 store[gaps] = store[moved]
@@ -288,6 +306,20 @@ class StaticBatch:
             self.sequences = [self.sequences[row] for row in kept]
             if kept and self.cache is not None:
                 self.cache.reorder_cache(torch.tensor(kept, device=self.runner.policy.device))
+
+
+def filled_gaps(kept: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """How rows fill the gaps that others leave, so that little is copied.
+
+    Of six rows, 0, 2 and 5 are kept: row 5 moves to 1. Returns the rows in their new order, the
+    gaps, and the rows that move there.
+    """
+    order = list(range(len(kept)))
+    gaps = sorted(set(order) - set(kept))
+    moved = [row for row in kept if row >= len(kept)]
+    for gap, row in zip(gaps, moved, strict=True):
+        order[gap] = row
+    return order, gaps, moved
 
 
 def _prompt_of(sequence: DecodeSequence) -> tuple[list[int], list[bytes]]:

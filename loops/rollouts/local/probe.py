@@ -17,6 +17,7 @@ from ....kernels.backend import autocast_dtype
 from ...models.probe import REFUSALS, objection, without_values
 from ..sample import Request, SamplingParams
 from .decode import DecodeSequence, ModelRunner
+from .graph_batch import GraphBatch
 from .kv_cache import READ, ContinuousBatch, StaticBatch, cache_fit
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,20 @@ _SCRIPT = [
 ]
 
 
-DecodeBatch = ContinuousBatch | StaticBatch
+DecodeBatch = ContinuousBatch | GraphBatch | StaticBatch
+ProbedBatch = ContinuousBatch | StaticBatch  # those that are given their tokens
 
 
-def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], DecodeBatch]:
+def choose_batch(
+    runner: ModelRunner, cache_bytes: int, *, cuda_graphs: bool = False
+) -> Callable[[int], DecodeBatch]:
     """Return the maker of batches, by their longest sequence, of the fastest kind that passes the
     probe.
+
+    Args:
+        cuda_graphs: make a `GraphBatch` where a `ContinuousBatch` passes the probe.
     """
+    continuous = GraphBatch if cuda_graphs else ContinuousBatch
     plain = runner.policy.plain
     config = plain.config.get_text_config()
     refusal = _objection_to_continuous(runner)
@@ -58,7 +66,7 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Decod
         fit = cache_fit(runner, cache_bytes, continuous=True)
         window = _window(config)
         if window == math.inf:
-            return partial(_continuous, runner, fit)
+            return partial(_continuous, continuous, runner, fit)
     static, reading = _static(runner, cache_bytes)
     fallback = f"one prompt at a time, {reading}"
     if refusal is not None:
@@ -66,7 +74,7 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Decod
 
     def make_batch(longest: int) -> DecodeBatch:
         if fit is not None and longest <= window:
-            return ContinuousBatch(runner, fit, window)
+            return continuous(runner, fit, window)
         if fit is not None:
             _warn_once(plain, f"{longest} tokens are more than its window of {window}: {fallback}")
         return static()
@@ -74,8 +82,13 @@ def choose_batch(runner: ModelRunner, cache_bytes: int) -> Callable[[int], Decod
     return make_batch
 
 
-def _continuous(runner: ModelRunner, fit: Callable[[int], int], longest: int) -> ContinuousBatch:
-    return ContinuousBatch(runner, fit)
+def _continuous(
+    kind: type[ContinuousBatch | GraphBatch],
+    runner: ModelRunner,
+    fit: Callable[[int], int],
+    longest: int,
+) -> ContinuousBatch | GraphBatch:
+    return kind(runner, fit)
 
 
 def _objection_to_continuous(runner: ModelRunner) -> str | None:
@@ -126,7 +139,7 @@ def _window(config: object) -> float:
     return getattr(config, "sliding_window", None) or math.inf
 
 
-def _try_out(batch: DecodeBatch) -> str | None:
+def _try_out(batch: ProbedBatch) -> str | None:
     """The reason why this batch can't be used.
 
     None if its states are those of the plain model for each text.
@@ -203,7 +216,7 @@ class _Read(NamedTuple):
     state: Tensor
 
 
-def _read_script(batch: DecodeBatch) -> list[list[_Read]]:
+def _read_script(batch: ProbedBatch) -> list[list[_Read]]:
     """For each sequence, all that was read of it, each with the states that follow.
 
     The first one leaves early.

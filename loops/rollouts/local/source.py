@@ -19,7 +19,8 @@ from ..sample import Request, Sample, check_request
 from ..source import NamedWeights, SourceError, check_weights, refuse_closed
 from ..stop_words import stop_words
 from .decode import DecodeSequence, ModelRunner, draw, penalize
-from .probe import DecodeBatch, choose_batch
+from .graph_batch import Drawn, GraphBatch
+from .probe import DecodeBatch, ProbedBatch, choose_batch
 
 # Token steps, of which the packing of weights takes the time that it saves in 8 to 10 of them.
 _WORTH_PACKING = 16
@@ -44,6 +45,9 @@ class LocalSource:
         context: ``context()`` is entered around every forward pass, such as
             ``accelerator.autocast``.
         version: of the weights at the start; None where they have none yet.
+        cuda_graphs: on a CUDA GPU, replay each token step as one graph, and read its tokens while
+            the next one runs: see `GraphBatch`. It has never run on a GPU. Elsewhere the same steps
+            are plain calls, which take longer than without it.
     """
 
     overlaps = stored = False
@@ -57,6 +61,7 @@ class LocalSource:
         cache_bytes: int | None = None,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         version: int | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         self.policy = policy if isinstance(policy, Policy) else Policy(policy)
         self.tokenizer = tokenizer
@@ -67,7 +72,7 @@ class LocalSource:
         self.runner = ModelRunner(self.policy, self.vocab, context)
         if cache_bytes is None:  # asked now, before training takes memory
             cache_bytes = free_share(self.policy.device)
-        self._make_batch = choose_batch(self.runner, cache_bytes)
+        self._make_batch = choose_batch(self.runner, cache_bytes, cuda_graphs=cuda_graphs)
         self._version = version
         self._closed = False
         self._arrived: list[DecodeSequence] = []
@@ -160,6 +165,9 @@ class LocalSource:
                 queue = self._unfinished(queue)
                 if read_version != self._version:
                     self.runner.packed.clear()
+                    if isinstance(batch, GraphBatch):
+                        self._append(batch.take())
+                        self._answer_finished()
                 if batch is not None:
                     batch.drop_finished()
                 if batch is None or not batch.sequences:
@@ -218,28 +226,44 @@ class LocalSource:
         return batch
 
     def _draw_tokens(self, batch: DecodeBatch, joining: list[DecodeSequence], version: int) -> None:
-        """Append a token to every sequence of a batch, and to those that join it."""
+        """Draw a token for every sequence of a batch, and for those that join it.
+
+        A `GraphBatch` only begins to, and those that it began before are appended.
+        """
         with self.runner.inference():
-            states = []
-            if batch.sequences:
-                states.append(batch.step())
-            if joining:
-                states.append(batch.join(joining))
-            uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
-            sampling = [sequence.sampling for sequence in batch.sequences]
-            seen = [sequence.seen for sequence in batch.sequences]
-            logits = penalize(self.runner.logits(torch.cat(states)), seen, sampling)
-            tokens, logprobs = draw(logits, uniform, sampling)
+            if isinstance(batch, GraphBatch):
+                drawn = batch.advance(joining, version)
+            else:
+                drawn = [self._drawn_now(batch, joining, version)]
             self._pack_weights(batch.sequences)
-        for sequence, token, logprob in zip(
-            batch.sequences, tokens.tolist(), logprobs.tolist(), strict=True
-        ):
-            if not logprob > float("-inf"):
-                raise SourceError(
-                    f"local: the weights of version {version} give log-probs of {logprob}, so they hold "
-                    "NaN or overflow; lower the learning rate, and continue from a checkpoint before this step"
-                )
-            sequence.append(token, logprob, version)
+        self._append(drawn)
+
+    def _drawn_now(self, batch: ProbedBatch, joining: list[DecodeSequence], version: int) -> Drawn:
+        states = []
+        if batch.sequences:
+            states.append(batch.step())
+        if joining:
+            states.append(batch.join(joining))
+        uniform = [sequence.uniform[len(sequence.tokens)] for sequence in batch.sequences]
+        sampling = [sequence.sampling for sequence in batch.sequences]
+        seen = [sequence.seen for sequence in batch.sequences]
+        logits = penalize(self.runner.logits(torch.cat(states)), seen, sampling)
+        tokens, logprobs = draw(logits, uniform, sampling)
+        return Drawn(batch.sequences, tokens, logprobs, version)
+
+    def _append(self, drawn: list[Drawn]) -> None:
+        """Append tokens to their sequences, but for those that are finished."""
+        for each in drawn:
+            tokens, logprobs = each.read()
+            for sequence, token, logprob in zip(each.sequences, tokens, logprobs, strict=True):
+                if sequence.finish is not None:
+                    continue
+                if not logprob > float("-inf"):
+                    raise SourceError(
+                        f"local: the weights of version {each.version} give log-probs of {logprob}, so they hold "
+                        "NaN or overflow; lower the learning rate, and continue from a checkpoint before this step"
+                    )
+                sequence.append(token, logprob, each.version)
 
     def _answer_finished(self) -> None:
         """Wake the requests whose sequences are all finished."""

@@ -2,13 +2,15 @@
 what a GPU refuses.
 
 An operator of tensors of both devices raises, and so do collectives of tensors of the host in the
-ranks' main group, as NCCL's do. Autograd, autocast, DDP and FSDP2 see a device that is not the CPU;
-its operators are those of the CPU, and nothing runs beside the host. Importing this module
-registers the device, for the rest of the process.
+ranks' main group, as NCCL's do. Within `no_waits`, so does what would make the host wait for a GPU.
+Autograd, autocast, DDP and FSDP2 see a device that is not the CPU; its operators are those of the
+CPU, and nothing runs beside the host. Importing this module registers the device, for the rest of
+the process.
 """
 
 import os
 import weakref
+from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
@@ -44,6 +46,14 @@ HALVED = (
     aten.addmm,
     aten.bmm,
     aten.scaled_dot_product_attention,
+)
+# The host wants a number, or the shape of the result, which a GPU has yet to compute.
+WAITED_FOR = (
+    aten._local_scalar_dense,
+    aten.equal,
+    aten.masked_select,
+    aten.nonzero,
+    aten._unique2,
 )
 GATHERED = ("_allgather_base", "_reduce_scatter_base")
 LISTS = (
@@ -123,6 +133,8 @@ def near(tensor):
 def compute(op, *args, **kwargs):
     """Any operator: the host's own, on tensors in the same memory."""
     packet = op._overloadpacket
+    if waits_refused:
+        refuse_waits(op, packet, args, kwargs)
     if packet is aten.set_:
         return op.redispatch(HOST, *args)
     if packet is aten.resize_:
@@ -163,6 +175,37 @@ def compute(op, *args, **kwargs):
         return far(storage_of(host) if shared is None else shared, host)
 
     return tree_map_only(torch.Tensor, back, result)
+
+
+waits_refused = False
+
+
+@contextmanager
+def no_waits():
+    """Context in which the host is not to wait for the device, as it would for ``.item()``."""
+    global waits_refused
+    assert not waits_refused
+    waits_refused = True
+    try:
+        yield
+    finally:
+        waits_refused = False
+
+
+def refuse_waits(op, packet, args, kwargs):
+    """Copies between host and device must be asked for with ``non_blocking``."""
+    waits = packet in WAITED_FOR
+    if packet is aten._copy_from:
+        non_blocking = args[2] if args[2:] else kwargs.get("non_blocking", False)
+        waits = there(args[0]) != there(args[1]) and not non_blocking
+    if packet in INDEXING:
+        waits = any(
+            index.dtype == torch.bool for index in tree_leaves(args[1]) if index is not None
+        )
+    if op is aten.repeat_interleave.Tensor:
+        waits = kwargs.get("output_size") is None
+    if waits:
+        raise RuntimeError(f"the host would wait for the device: {packet}")
 
 
 def refuse_both(packet, leaves):
