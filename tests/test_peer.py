@@ -23,6 +23,7 @@ from both import (
 )
 from burnish.benchmarks.peer.trainers import completions
 from forked import run_forked
+from small_tokenizers import on_bytes
 from tiny import save_model, sums
 
 PAIRS = sums(16)
@@ -226,6 +227,65 @@ def test_a_configuration_of_the_peer_trains_as_its_trainer_does(case, tmp_path):
     assert_alike(
         steps, log, told=AGREEMENT if recipe != "online_dpo" else 1e-4
     )  # of which the peer tells four decimals
+
+
+# Of the trainer of GOLD, on the completions of the data.
+OF_GOLD = {"lmbda": 0.0, "max_completion_length": 8}
+# Every span is trained, where TRL leaves the ends out by default.
+OVER_SPANS = {
+    **OF_GOLD,
+    "use_uld_loss": True,
+    "uld_token_merge_strategy": "bayesian",
+    "uld_skip_student_eos": False,
+    "uld_skip_teacher_eos": False,
+    "uld_student_temperature": 0.7,
+    "uld_teacher_temperature": 0.7,
+}
+HYBRID = {**OVER_SPANS, "uld_use_hybrid_loss": True, "beta": 0.3}
+WEIGHTS = {"uld_hybrid_matched_weight": 0.3, "uld_hybrid_unmatched_weight": 0.9}
+
+
+def gold_in_order():
+    """The peer's trainer, which has no setting for the order of its rows."""
+    from trl.experimental import gold
+
+    class GOLDTrainer(gold.GOLDTrainer):
+        def _get_train_sampler(self, dataset=None):
+            sampler = super()._get_train_sampler(dataset)
+            sampler.shuffle = False
+            return sampler
+
+    GOLDTrainer.__module__ = gold.__name__
+    return GOLDTrainer
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**OF_GOLD, "beta": 0.3, "temperature": 0.9},
+        {**OF_GOLD, "beta": 0.3, "temperature": 0.8, "num_generations": 2},
+        OVER_SPANS,
+        {**OVER_SPANS, "uld_distillation_weight": 0.5, "uld_crossentropy_weight": 0.2},
+        HYBRID,
+        {**HYBRID, **WEIGHTS},
+    ],
+    ids=["jsd", "jsd, twice each", "uld", "uld and cross-entropy", "gold", "gold, weighted"],
+)
+def test_gold_trains_as_with_the_peers_trainer(settings, tmp_path):
+    model = save_model(tmp_path / "model")
+    parts = {"peer": gold_in_order()}
+    if "use_uld_loss" in settings:  # the teacher has other tokens
+        # whose end is spelled as the student's: only such tokens are matched by TRL
+        tokenizer = on_bytes(340, eos="<|end|>")
+        parts["teacher"] = save_model(tmp_path / "teacher", vocab_size=len(tokenizer))
+        tokenizer.save_pretrained(parts["teacher"])
+    # all of one byte: TRL's spans end within characters, too
+    texts = ["the cats sat", "the rats sat on hats", "the hats  and mats", "a mat", "hats"]
+    rows = [{"prompt": f"{n}, on ", "completion": texts[n % len(texts)]} for n in range(16)]
+    steps, log = train_both("distill", rows, settings, model, tmp_path, **parts)
+    assert_alike(steps, log)
 
 
 @pytest.mark.slow

@@ -748,6 +748,11 @@ def _check_spans(trl: Translation) -> None:
             "tokens are compared over spans of the same text, not by their positions; leave it out"
         )
         trl.refuse("use_extended_uld", why)
+    if int(trl["gradient_accumulation_steps"]) > 1:
+        trl.notes.append(
+            "gradient_accumulation_steps: the gradient is the mean over the whole step; TRL's is the sum over its "
+            "micro-batches, whose norm is that many times as large"
+        )
     ends = [trl["uld_skip_student_eos"], trl["uld_skip_teacher_eos"]]
     if ends != [False, False]:
         trl.notes.append(

@@ -305,6 +305,9 @@ def test_what_gold_leaves_to_a_default_is_told():
     assert "observed, TRL's default, reads each distribution one token late" in notes[0]
     told = {**SPANS, "uld_skip_student_eos": False, "uld_skip_teacher_eos": False}
     assert translate("distill", fields_of("distill"), told).notes == []
+    told["gradient_accumulation_steps"] = 2
+    (note,) = translate("distill", fields_of("distill"), told).notes
+    assert note.startswith("gradient_accumulation_steps: the gradient is the mean over the whole")
 
 
 @pytest.mark.parametrize("recipe", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])

@@ -126,6 +126,7 @@ def train_both(
     rows_of_peer=None,
     changes=None,
     held_out=None,
+    teacher=None,
 ):
     """The metrics of our steps, the peer's log, and the directory of our run.
 
@@ -135,6 +136,7 @@ def train_both(
         peer: the trainer, or its name without Trainer.
         changes: of our fields.
         held_out: rows to evaluate on.
+        teacher: directory of the teacher; that of the model by default.
     """
     tokenizer = AutoTokenizer.from_pretrained(saved)
     tokenizer.pad_token = tokenizer.eos_token
@@ -152,10 +154,10 @@ def train_both(
         f"{peer.__module__}:{peer.__name__.removesuffix('Trainer')}Config"
     )
     if recipe == "distill":
-        more = {"teacher_model": make_teacher(saved)}
+        more = {"teacher_model": make_teacher(teacher or saved)}
         options = {name: ours.pop(name) for name in [*ours] if name.startswith("teacher.")}
         options = {name.removeprefix("teacher."): value for name, value in options.items()}
-        ours |= {"teacher": Teacher(model=make_teacher(saved), **options)}
+        ours |= {"teacher": Teacher(model=make_teacher(teacher or saved), **options)}
     if recipe in ("grpo", "rloo", "online_dpo"):
         more = {"reward_funcs": distinct if recipe == "online_dpo" else vowels}
         ours |= {"rewards": more["reward_funcs"], "max_prompt_length": None}
