@@ -13,6 +13,8 @@ follows the place where a tokenizer that changes the text (lower case, say) says
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .chat import Encoder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -100,13 +102,16 @@ class Reader(NamedTuple):
 
     Attributes:
         begin: token that a text begins with, if it has one.
-        end: token that ends an answer, if it has one.
+        end: token that ends a text, if it has one.
+        reply_end: token that ends a reply under the chat template, if there is one: gemma's is
+            <end_of_turn>, and <eos> its ``end``.
     """
 
     decode: Decode
     encode: Encode
     begin: int | None
     end: int | None
+    reply_end: int | None = None
 
 
 def reader_of(tokenizer: "PreTrainedTokenizerBase") -> Reader:
@@ -123,7 +128,27 @@ def reader_of(tokenizer: "PreTrainedTokenizerBase") -> Reader:
         ids: Sequence[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
 
-    return Reader(decode, encode, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    reply_end: int | None = None
+    if tokenizer.chat_template is not None:
+        reply_end = next(iter(Encoder(tokenizer).reply_end), None)
+    return Reader(decode, encode, tokenizer.bos_token_id, tokenizer.eos_token_id, reply_end)
+
+
+def paired_ends(first: Reader, second: Reader) -> dict[int, int | None]:
+    """What takes the place of the first's tokens that end a reply or a text: the second's.
+
+    A reply ends as a reply and a text as a text; a token that ends both ends replies. If the second
+    has no chat template that ends a reply, it may know the first's token, or ends it as a text.
+    """
+    ends: dict[int, int | None] = {}
+    if first.end is not None:
+        ends[first.end] = second.end
+    if first.reply_end is not None and second.reply_end is not None:
+        ends[first.reply_end] = second.reply_end
+    elif first.reply_end is not None and first.reply_end != first.end:
+        spelled_alike = second.encode(first.decode([first.reply_end]))
+        ends[first.reply_end] = spelled_alike[0] if len(spelled_alike) == 1 else second.end
+    return ends
 
 
 def retokenized(
@@ -131,24 +156,26 @@ def retokenized(
 ) -> tuple[list[int], list[Span]]:
     """The same text in the second tokenizer's tokens, and the spans that both share.
 
-    The first tokenizer's end token becomes the second's, and the two are a span.
+    Tokens of the first that end a reply or a text become the second's, and the two are a span.
 
     Args:
         after: tokens of the first before these.
     """
     others: list[int] = []
     spans: list[Span] = []
+    ends = paired_ends(first, second)
     before = list(after)
     start = 0
-    for stop in [*(i for i, token in enumerate(tokens) if token == first.end), len(tokens)]:
+    for stop in [*(i for i, token in enumerate(tokens) if token in ends), len(tokens)]:
         text = decoded(first.decode, tokens[start:stop], before)
         ids = second.encode(text.text)
         for span in shared_spans(text, decoded(second.decode, ids)):
             spans.append(_moved(span, start, len(others)))
         others += ids
-        if stop < len(tokens) and second.end is not None:
+        end = ends[tokens[stop]] if stop < len(tokens) else None
+        if end is not None:
             spans.append(Span(stop, stop + 1, len(others), len(others) + 1))
-            others.append(second.end)
+            others.append(end)
         before = [*before, *tokens[start : stop + 1]][-_WINDOW:]
         start = stop + 1
     return others, spans
@@ -164,13 +191,21 @@ def shared_tokens(
     first: "PreTrainedTokenizerBase", second: "PreTrainedTokenizerBase"
 ) -> list[tuple[int, int]]:
     """The ids of the tokens that both vocabularies spell alike, in the order of the second, as TRL
-    matches them; and of the tokens that end an answer, however they are spelled.
+    matches them; and of the tokens that end a reply or a text, however they are spelled.
+
+    Of one token there is one pair: that of the ends of a reply under two chat templates, or else
+    that of tokens that are spelled alike.
     """
     ids = first.get_vocab()
     spelled = sorted(second.get_vocab().items(), key=lambda each: each[1])
     pairs = [(ids[token], other) for token, other in spelled if token in ids]
-    ends = (first.eos_token_id, second.eos_token_id)
-    taken = {id for id, _ in pairs}, {other for _, other in pairs}
-    if None not in ends and ends[0] not in taken[0] and ends[1] not in taken[1]:
-        pairs.append(ends)
+    one, two = reader_of(first), reader_of(second)
+    if one.reply_end is not None and two.reply_end is not None:
+        replies = (one.reply_end, two.reply_end)
+        pairs = [pair for pair in pairs if pair[0] != replies[0] and pair[1] != replies[1]]
+        pairs.append(replies)
+    for end, other in paired_ends(one, two).items():
+        taken = {id for id, _ in pairs}, {id for _, id in pairs}
+        if other is not None and end not in taken[0] and other not in taken[1]:
+            pairs.append((end, other))
     return pairs

@@ -125,6 +125,49 @@ def test_the_end_of_one_is_the_end_of_the_other(tokenizers):
     assert second.decode(others) == "the cats \n" or second.decode(others) == "the cats\n"
 
 
+def test_a_reply_ends_as_the_replies_of_the_other_do(smollm2, byte_tokenizer):
+    """Under gemma's template a reply ends with <end_of_turn>, and a text with <eos>."""
+    gemma = byte_tokenizer("gemma")
+    first, second = reader_of(gemma), reader_of(smollm2)
+    turn = gemma.convert_tokens_to_ids("<end_of_turn>")
+    assert (first.reply_end, first.end) == (turn, gemma.eos_token_id)
+    assert second.reply_end == second.end == smollm2.convert_tokens_to_ids("<|im_end|>")
+    for one, two in ((first, second), (second, first)):
+        ids = [*one.encode("the cats"), one.reply_end, *one.encode("\n")]
+        others, spans = retokenized(ids, one, two)
+        assert others == [*two.encode("the cats"), two.reply_end, *two.encode("\n")]
+        end = ids.index(one.reply_end)
+        assert Span(end, end + 1, len(others) - 2, len(others) - 1) in spans
+    text = [*first.encode("the cats"), first.end]
+    assert retokenized(text, first, second)[0] == [*second.encode("the cats"), second.end]
+
+
+def test_without_a_template_a_reply_ends_as_its_token_is_spelled_or_as_a_text(
+    byte_tokenizer, tokenizers
+):
+    first = reader_of(byte_tokenizer("gemma"))
+    ids = [*first.encode("cats"), first.reply_end]
+    spells_it, lacks_it = byte_tokenizer(None), tokenizers["merged"]
+    assert reader_of(spells_it).reply_end is None
+    others, _ = retokenized(ids, first, reader_of(spells_it))
+    assert spells_it.decode(others) == "cats<end_of_turn>" and len(others) == 5
+    second = reader_of(lacks_it)
+    others, spans = retokenized(ids, first, second)
+    assert others == [*second.encode("cats"), second.end] and spans[-1].start == len(ids) - 1
+
+
+def test_the_ends_of_replies_are_one_pair_of_shared_tokens(smollm2, byte_tokenizer):
+    """And no pair of tokens that are spelled alike, one of which ends no reply."""
+    gemma = byte_tokenizer("gemma")
+    knows = gemma.convert_tokens_to_ids("<|im_end|>")
+    turn = gemma.convert_tokens_to_ids("<end_of_turn>")
+    end = smollm2.eos_token_id
+    for pairs in (shared_tokens(smollm2, gemma), [p[::-1] for p in shared_tokens(gemma, smollm2)]):
+        assert (end, turn) in pairs and (end, knows) not in pairs
+        for ids in zip(*pairs, strict=True):
+            assert len(set(ids)) == len(ids)
+
+
 def test_a_space_that_a_text_begins_with_stays_in_context(tokenizers):
     """SentencePiece's decoder leaves out the first space of what it is given."""
     first, second = (reader_of(tokenizers[name]) for name in ("sentencepiece", "merged"))

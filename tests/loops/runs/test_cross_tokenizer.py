@@ -487,7 +487,8 @@ def test_a_text_beyond_the_teachers_context_is_told(directories, rows, metrics):
 def test_vocabularies_without_a_common_token_leave_uld():
     student, teacher = of_letters(61, seed=3), of_letters(64, seed=4)
     vocabulary = {f"{token}!": index for token, index in teacher.get_vocab().items()}
-    other = SimpleNamespace(get_vocab=lambda: vocabulary, eos_token_id=None)
+    ends = {"bos_token_id": None, "eos_token_id": None, "chat_template": None}
+    other = SimpleNamespace(get_vocab=lambda: vocabulary, **ends)
     with pytest.raises(DataError, match=r"gold compares the tokens .* there are none; take uld"):
         compared(Teacher(model="t", divergence="gold"), student, other)
 
