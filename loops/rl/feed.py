@@ -266,7 +266,8 @@ class RolloutFeed(StepFeed):
         wanted = self.config.prompts_per_rollout
         assert self.scheduler is not None
         if self._published != number:
-            self.scheduler.publish()
+            with may_stand(self._longest_wait):
+                self.scheduler.publish()
         kept: list[list[Sample]] = []
         passed_over: list[list[Sample]] = []
         wasted = 0

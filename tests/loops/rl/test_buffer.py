@@ -3,7 +3,8 @@ test_law_online.)
 """
 
 import random
-from contextlib import nullcontext
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -111,14 +112,25 @@ def test_a_rollout_may_stand_for_as_long_as_what_it_waits_for(
     open_feed, settings, longest, monkeypatch
 ):
     allowed = []
+    found = {}
 
+    @contextmanager
     def may_stand(seconds):
         allowed.append(seconds)
-        return nullcontext()
+        yield
+        allowed.pop()
+
+    def noted(name, method, *arguments, **options):
+        found[name] = sum(allowed)
+        return method(*arguments, **options)
 
     monkeypatch.setattr("burnish.loops.rl.feed.may_stand", may_stand)
-    open_feed(answers(), settings=settings)(0)
-    assert set(allowed) == {longest}
+    feed = open_feed(answers(), settings=settings)
+    for name in ("publish", "select"):
+        method = partial(noted, name, getattr(feed.scheduler, name))
+        monkeypatch.setattr(feed.scheduler, name, method)
+    feed(0)
+    assert found == {"publish": longest, "select": longest}
 
 
 def test_completions_of_a_prompt_share_an_example_with_columns_of_their_own_tokens(open_feed):
