@@ -34,6 +34,7 @@ from ..rollouts.vllm.launch import SHARE, ServerProcess, refuse_unsafe
 from ..rollouts.vllm.server import VLLMServer, VLLMServers
 from ..rollouts.vllm.weights import Adapters, Files, Nccl, max_lora_rank, transit_directory
 from ..runs.context import RunContext
+from ..runs.liveness import at, may_stand
 from ..runs.ranks import on_main
 from .distributed import Follower, distributed
 from .settings import VLLM, OnlineConfig, SamplingConfig
@@ -282,7 +283,8 @@ def _start_servers(
         starting = (off_loop(partial(start, number)) for number in range(vllm.servers))
         return await asyncio.gather(*starting, return_exceptions=True)
 
-    outcomes = run_coroutine(start_all())
+    with at("starting vLLM"), may_stand(vllm.patience):
+        outcomes = run_coroutine(start_all())
     started = [each for each in outcomes if isinstance(each, ServerProcess)]
     for each in outcomes:
         if isinstance(each, BaseException):

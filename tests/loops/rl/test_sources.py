@@ -5,6 +5,7 @@ configuration.
 import random
 import types
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -388,6 +389,26 @@ def test_a_disk_without_room_for_the_weights_is_told_of_at_the_start(
     assert asked == [tmp_path]
     monkeypatch.setattr("shutil.disk_usage", usage_with(needed))
     open_rl(replace(config, output=str(tmp_path / "other"))).scheduler.close()
+
+
+def test_a_rank_may_stand_while_its_server_starts(fields, monkeypatch):
+    allowed = []
+
+    @contextmanager
+    def may_stand(seconds):
+        allowed.append(seconds)
+        yield
+        allowed.pop()
+
+    class Started:
+        def __init__(self, *arguments, **options):
+            raise SourceError(f"allowed {allowed}")
+
+    monkeypatch.setattr(sampling, "may_stand", may_stand)
+    monkeypatch.setattr(sampling, "ServerProcess", Started)
+    vllm = VLLM(python="/bin/sh", patience=70.0)
+    with pytest.raises(SourceError, match=r"allowed \[70.0\]"):
+        open_rl(GRPO(**fields, source="vllm", vllm=vllm))
 
 
 @pytest.mark.parametrize("directory", [None, "there"])
