@@ -420,11 +420,25 @@ def _accumulate(
         # `no_sync` keeps DDP from reducing: of the last backward pass it reduces the sum of all.
         with nullcontext() if last or sharded else accelerator.no_sync(policy):
             total = torch.as_tensor(sums.add(i, objective(policy, batch)))
+            _check_differentiable(total, sums.weightings)
             if last:
                 stopwatch.stop()
             accelerator.backward(total * scale)
         totals.append(total.detach())
     return totals
+
+
+def _check_differentiable(total: Tensor, weightings: Weightings) -> None:
+    """Raise ValueError if the loss has no gradient, of which torch names neither loss nor cause."""
+    if total.requires_grad:
+        return
+    trained = [name for name, (coefficient, _) in weightings.items() if coefficient]
+    if not trained:
+        raise ValueError("train_step: every coefficient is 0, so nothing is trained; give one")
+    raise ValueError(
+        f"objective: {' + '.join(trained)} has no gradient; compute it from the policy's outputs, such as "
+        "policy(batch).logprob or the parameter logp of a loss, without detach or no_grad"
+    )
 
 
 def _input_tokens(batch: Batch) -> int:

@@ -194,6 +194,25 @@ def test_no_loss_goes_without_a_weighting_and_no_weighting_without_a_loss(policy
         once(policy, weightings=weightings)
 
 
+@pytest.mark.parametrize(
+    "coefficient, message",
+    [
+        (1.0, r"objective: nll has no gradient; compute it from the policy's outputs"),
+        (0.0, "every coefficient is 0, so nothing is trained"),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(policy, coefficient, message):
+    def objective(policy, batch):
+        return {"nll": nll(policy(batch).logprob.detach())}
+
+    weightings = {"nll": (coefficient, token_mean)}
+    batch = collate(make_examples(2, completions=1))
+    with pytest.raises(ValueError, match=message):
+        train_step(
+            Accelerator(), policy, sgd(policy), [batch], objective, weightings, max_grad_norm=1.0
+        )
+
+
 def test_an_accelerator_does_not_divide_the_gradient_by_its_accumulation_steps(policy):
     with pytest.raises(
         ValueError, match="wanted an Accelerator with gradient_accumulation_steps 1, got 4"
