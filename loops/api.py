@@ -3,7 +3,8 @@
 
 Each takes the fields of its settings, in `recipes.settings`, which are those of the command line,
 and returns a `Training`: iterate over it, or call its ``train``. A field that names a model, a
-tokenizer, data, a loss, a reward, an optimizer, a teacher or a tracker may hold the object itself:
+tokenizer, data, a loss, a reward, an environment, an agent, an order, an optimizer, a teacher or a
+tracker may hold the object itself:
 
     model       trained in place, as the command would train it: converted to ``dtype``, its dropout
                 turned off; one with adapters, or quantized, keeps its precision

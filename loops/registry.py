@@ -107,6 +107,27 @@ def _where(error: Exception) -> str:
     return f"{last.filename} line {last.lineno}"
 
 
+def find_one(
+    kind: str, spec: object, shipped: Mapping[str, str], package: str
+) -> tuple[str, Any, Mapping[str, object]]:
+    """The name, the object and the settings that a field means, which takes one of its kind.
+
+    Args:
+        spec: a name, a mapping of one name to its settings, or from Python the object itself.
+
+    Raises:
+        ValueError: if there are several names, or as `find` does.
+    """
+    if isinstance(spec, str):
+        return spec, find(kind, spec, shipped, package), {}
+    if not isinstance(spec, Mapping):
+        return str(getattr(spec, "__name__", type(spec).__name__)), spec, {}
+    if len(spec) != 1:
+        raise ValueError(f"{kind}: wanted one name, got {', '.join(map(str, spec)) or 'none'}")
+    ((name, settings),) = spec.items()
+    return name, find(kind, name, shipped, package), settings
+
+
 def find(kind: str, name: str, shipped: Mapping[str, str], package: str) -> Any:
     """Import the object of a shipped name, or of ``module:object``.
 

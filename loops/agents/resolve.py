@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..redaction import resolved
-from ..registry import build, find
+from ..registry import build, find_one
 from .source import Agent
 
 SHIPPED = {"process": ".process:AgentProcess"}
@@ -18,18 +18,13 @@ SHIPPED = {"process": ".process:AgentProcess"}
 _PARAMETERS = 3  # row, url, key
 
 
-def resolve_agent(spec: str | Mapping[str, Mapping[str, Any]]) -> Agent:
-    """Return the agent that a configuration names.
+def resolve_agent(spec: str | Mapping[str, Mapping[str, Any]] | Agent) -> Agent:
+    """Return the agent that a configuration names, or that is given itself.
 
     Raises:
         ValueError: if it is not found, or is no function of (row, url, key).
     """
-    if not isinstance(spec, str) and len(spec) != 1:
-        raise ValueError(f"agent: wanted one name, got {', '.join(spec) or 'none'}")
-    if isinstance(spec, str):
-        spec = {spec: {}}
-    ((name, settings),) = spec.items()
-    found = find("agent", name, SHIPPED, __package__)
+    name, found, settings = find_one("agent", spec, SHIPPED, __package__)
     agent = build(f"agent {name}", found, resolved(settings))
     try:
         inspect.signature(agent).bind(*["argument"] * _PARAMETERS)

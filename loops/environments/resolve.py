@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...data.chat import Encoder
 from ..redaction import resolved
-from ..registry import build, find
+from ..registry import build, find, find_one
 from ..rollouts.event_loops import run
 from .chat_turns import ChatTurns
 from .multi_turn import close
@@ -30,21 +30,22 @@ SHIPPED = {
 TOOLS = {"calculator": ".tools:calculator"}
 
 
-def resolve_environment(spec: str | Mapping[str, Mapping[str, Any]]) -> Callable[[], Any]:
+def resolve_environment(
+    spec: str | Mapping[str, Mapping[str, Any]] | Callable[[], Any],
+) -> Callable[[], Any]:
     """Return a function that makes an environment for each conversation.
+
+    Args:
+        spec: what a configuration names, or the class itself.
 
     Raises:
         ValueError: names the available environments if this one is not found, or the method that it
             lacks.
     """
-    if not isinstance(spec, str) and len(spec) != 1:
-        raise ValueError(f"environment: wanted one name, got {', '.join(spec) or 'none'}")
-    if isinstance(spec, str):
-        spec = {spec: {}}
-    ((name, settings),) = spec.items()
+    name, factory, settings = find_one("environment", spec, SHIPPED, __package__)
     if name == "tools":
-        settings = {**settings, "tools": [_tool(tool) for tool in settings.get("tools", ())]}
-    factory = find("environment", name, SHIPPED, __package__)
+        tools: Any = settings.get("tools", ())
+        settings = {**settings, "tools": [_tool(tool) for tool in tools]}
     if name not in SHIPPED:
         _look_at(name, factory)
     make = partial(build, f"environment {name}", factory, resolved(settings), factory=True)

@@ -22,7 +22,7 @@ import torch
 
 from ...data import permutation
 from ..redaction import resolved
-from ..registry import as_setting_error, build, find
+from ..registry import as_setting_error, build, find_one
 from ..rewards.scoring import RewardFunction
 from ..rewards.table import score
 from ..rollouts.sample import Row, Sample
@@ -62,18 +62,14 @@ class History:
 Order = Callable[[History], Iterable[int]]
 
 
-def resolve_order(spec: str | Mapping[str, Mapping[str, Any]]) -> Order:
-    """Return the function that a configuration names.
+def resolve_order(spec: str | Mapping[str, Mapping[str, Any]] | Order) -> Order:
+    """Return the function that a configuration names, or that is given itself.
 
     Raises:
         ValueError: if it is not found, or is no function of (history).
     """
-    if not isinstance(spec, str) and len(spec) != 1:
-        raise ValueError(f"order: wanted one name, got {', '.join(spec) or 'none'}")
-    if isinstance(spec, str):
-        spec = {spec: {}}
-    ((name, settings),) = spec.items()
-    order = build(f"order {name}", find("order", name, {}, __package__), resolved(settings))
+    name, found, settings = find_one("order", spec, {}, __package__)
+    order = build(f"order {name}", found, resolved(settings))
     try:
         inspect.signature(order).bind("history")
     except (TypeError, ValueError) as error:

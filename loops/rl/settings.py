@@ -10,6 +10,7 @@ from ..config import (
     Common,
     Limits,
     LossMix,
+    Named,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -260,20 +261,21 @@ class OnlineConfig(Referenced, SamplingConfig):
     agent. One that returns None is left out of the sum; one that fails (raises, takes too long,
     returns NaN) masks the completion.
     """
-    environment: str | dict[str, dict[str, Any]] | None = None
+    environment: Named | dict[str, dict[str, Any]] | None = None
     """Environment that the policy converses with: guess_number, reasoning_gym, {tools: {tools:
-    [calculator]}}, or your own as module:Environment; null for single completions."""
-    agent: str | dict[str, dict[str, Any]] | None = None
+    [calculator]}}, or your own as module:Environment, from Python also the class; null for single
+    completions."""
+    agent: Named | dict[str, dict[str, Any]] | None = None
     """Agent that asks the policy over OpenAI's Chat Completions, and returns a reward: your own as
-    module:function of (row, url, key), or a program, {process: {command: [python, agent.py]}};
-    null for none."""
+    module:function of (row, url, key), from Python also the function; or a program, {process:
+    {command: [python, agent.py]}}; null for none."""
     agent_host: str = "127.0.0.1"
     """Address of this machine at which agents ask; another one than the machine's own opens it to
     the network, where the random key of each conversation alone guards it."""
-    order: str | dict[str, dict[str, Any]] | None = None
-    """Your own module:function of (history) that chooses the rows of the next rollout by the rewards
-    of each so far: a curriculum, or a filter of what is too easy or too hard. Null goes through the
-    data again and again."""
+    order: Named | dict[str, dict[str, Any]] | None = None
+    """Your own module:function of (history), from Python also the function, that chooses the rows of
+    the next rollout by the rewards of each so far: a curriculum, or a filter of what is too easy or
+    too hard. Null goes through the data again and again."""
     limits: Limits = field(default_factory=Limits)
     """Limits of a conversation; max_tokens is that of one turn."""
     max_staleness: NonNegativeInt = 0

@@ -14,7 +14,9 @@ import burnish
 import looped
 import pytest
 import torch
+from agents import twice
 from burnish.loops.cli import main
+from burnish.loops.environments import Step
 from burnish.objectives import PerPair, Stats, dpo
 from datasets import Dataset
 from forked import run_forked
@@ -484,6 +486,36 @@ def test_rewards_are_functions_names_or_both(model, tokenizer):
         names = {name.split("/")[1] for name in metrics if name.startswith("rewards/")}
         wanted = [rewards] if callable(rewards) else rewards
         assert {getattr(reward, "__name__", reward) for reward in wanted} <= names
+
+
+class Echo:
+    """A conversation of two turns."""
+
+    def reset(self, row):
+        self.turns = 0
+        return row["prompt"]
+
+    def step(self, completion):
+        self.turns += 1
+        return Step("And?", done=self.turns == 2, reward=0.5)
+
+
+def test_an_environment_an_agent_and_an_order_are_objects(model, tokenizer):
+    choices = []
+
+    def backwards(history):
+        choices.append(history.choice)
+        return sorted(history.rows, reverse=True)
+
+    settings = {"prompts_per_rollout": 2, "group_size": 2, "max_tokens": 4, "tokenizer": tokenizer}
+    run = burnish.grpo(model, PROMPTS, environment=Echo, order=backwards, steps=1, **settings)
+    metrics = run.train()
+    assert choices[0] == 0
+    assert metrics["rewards/environment/mean"] == pytest.approx(metrics["turns/mean"] / 2)
+    run = burnish.grpo(model, PROMPTS, agent=twice, steps=1, **settings)
+    assert run.train()["turns/aborted"] == 0
+    with pytest.raises(ValueError, match="environment Echo: wanted a class with reset"):
+        burnish.grpo(model, PROMPTS, environment=Echo(), steps=1, **settings)
 
 
 @pytest.mark.parametrize("kind", ["class", "function", "object"])
