@@ -103,7 +103,13 @@ def open_scheduler(
     read = adapter_weights if config.vllm.updates == "adapters" else named_weights
     weights = partial(read, run.model, None if by_policy else getattr(torch, config.dtype))
     local = open_local(run, detached=config.max_staleness > 0) if by_policy else None
-    source: RolloutSource | None = local or on_main(accelerator, lambda: open_source(run))
+
+    def opened() -> RolloutSource:
+        # servers start at once, and are met one after the other
+        with at("opening vLLM"), may_stand(config.vllm.patience):
+            return open_source(run)
+
+    source: RolloutSource | None = local or on_main(accelerator, opened)
     on_main(accelerator, lambda: check_context_length(run, source))
     follow = None
     if by_policy or sharded:
@@ -283,8 +289,7 @@ def _start_servers(
         starting = (off_loop(partial(start, number)) for number in range(vllm.servers))
         return await asyncio.gather(*starting, return_exceptions=True)
 
-    with at("starting vLLM"), may_stand(vllm.patience):
-        outcomes = run_coroutine(start_all())
+    outcomes = run_coroutine(start_all())
     started = [each for each in outcomes if isinstance(each, ServerProcess)]
     for each in outcomes:
         if isinstance(each, BaseException):
