@@ -716,26 +716,32 @@ def divergence(trl: Translation) -> Fields:
     return fields
 
 
+def _over_spans(trl: Translation, rule: str) -> bool:
+    """Whether the loss is over the spans that two tokenizers share; if not, the names of the rule
+    have no effect.
+    """
+    if trl["use_uld_loss"]:
+        return True
+    names = table()["recipes"]["distill"]["rules"][rule]
+    without = [name for name in names if name in trl.given and name != "use_uld_loss"]
+    if without:
+        why = "without use_uld_loss the teacher has the same tokens, as in TRL"
+        trl.ignored.setdefault(why, []).extend(without)
+    return False
+
+
 def spans(trl: Translation) -> Fields:
     """GOLD's loss over the spans of text that two tokenizers share."""
-    if not trl["use_uld_loss"]:
-        names = table()["recipes"]["distill"]["rules"]["spans"]
-        without = [name for name in names if name in trl.given and name != "use_uld_loss"]
-        if without:
-            trl.ignored["without use_uld_loss the teacher has the same tokens, as in TRL"] = without
+    if not _over_spans(trl, "spans"):
         return {}
-    _check_spans(trl)
-    fields: Fields = {
-        "teacher.divergence": "gold" if trl["uld_use_hybrid_loss"] else "uld",
-        "weighting": "length_normalized",
-    }
-    if trl["teacher_tokenizer_name_or_path"]:
-        fields["teacher.tokenizer"] = trl["teacher_tokenizer_name_or_path"]
-    return {**fields, **_temperature_of_spans(trl), **_weights_of_spans(trl)}
+    divergence = "gold" if trl["uld_use_hybrid_loss"] else "uld"
+    return {"teacher.divergence": divergence, "weighting": "length_normalized"}
 
 
-def _check_spans(trl: Translation) -> None:
+def alignment(trl: Translation) -> Fields:
     """Refuse the spans that are none here, and note where TRL's are others."""
+    if not _over_spans(trl, "alignment"):
+        return {}
     strategy = trl["uld_token_merge_strategy"]
     late = "reads each distribution one token late"
     if strategy is None:
@@ -744,9 +750,7 @@ def _check_spans(trl: Translation) -> None:
         why = f"there is bayesian alone, got {strategy}"
         trl.refuse("uld_token_merge_strategy", f"{why}; TRL's observed {late}")
     if trl["use_extended_uld"] is False:
-        why = (
-            "tokens are compared over spans of the same text, not by their positions; leave it out"
-        )
+        why = "tokens are compared over spans of the same text, not by position; leave it out"
         trl.refuse("use_extended_uld", why)
     if int(trl["gradient_accumulation_steps"]) > 1:
         trl.notes.append(
@@ -759,21 +763,32 @@ def _check_spans(trl: Translation) -> None:
             "uld_skip_student_eos: the end tokens are a span of their own, which is trained too; TRL's is only where "
             "neither is skipped"
         )
+    return {}
 
 
-def _temperature_of_spans(trl: Translation) -> Fields:
+def span_tokenizer(trl: Translation) -> Fields:
+    name = trl["teacher_tokenizer_name_or_path"]
+    if not _over_spans(trl, "span_tokenizer") or not name:
+        return {}
+    return {"teacher.tokenizer": name}
+
+
+def span_temperature(trl: Translation) -> Fields:
     """The temperature of both sides, which is one."""
+    if not _over_spans(trl, "span_temperature"):
+        return {}
     names = ("uld_student_temperature", "uld_teacher_temperature")
-    temperatures = [1.0 if trl[name] is None else float(trl[name]) for name in names]
-    if temperatures[0] != temperatures[1]:
-        why = f"student and teacher have one temperature, got {temperatures[0]:g} and {temperatures[1]:g}"
+    student, teacher = (1.0 if trl[name] is None else float(trl[name]) for name in names)
+    if student != teacher:
+        why = f"student and teacher have one temperature, got {student:g} and {teacher:g}"
         return trl.refuse("uld_teacher_temperature", why, instead="teacher.temperature")
-    is_given = not trl.given.keys().isdisjoint(names)
-    return {"teacher.temperature": temperatures[0]} if is_given else {}
+    return {"teacher.temperature": student}
 
 
-def _weights_of_spans(trl: Translation) -> Fields:
+def span_weights(trl: Translation) -> Fields:
     """The weights of GOLD's parts: TRL's two of a hybrid are one weight, times the loss's."""
+    if not _over_spans(trl, "span_weights"):
+        return {}
     fields: Fields = {}
     weight = 1.0
     if trl["uld_distillation_weight"] is not None:
@@ -785,8 +800,8 @@ def _weights_of_spans(trl: Translation) -> Fields:
         trl.ignored["without uld_use_hybrid_loss there are no two parts, as in TRL"] = without
     elif parts != [None, None]:
         if None in parts:
-            why = "goes with uld_hybrid_unmatched_weight: give both, or neither"
-            return trl.refuse("uld_hybrid_matched_weight", why)
+            alone, missing = names if parts[1] is None else names[::-1]
+            return trl.refuse(alone, f"goes with {missing}: give both, or neither")
         matched, unmatched = map(float, parts)
         together = matched + unmatched
         weight *= together

@@ -263,13 +263,14 @@ def test_golds_names_become_ours(given, expected, monkeypatch):
             {**SPANS, "uld_token_merge_strategy": "observed"},
             "there is bayesian alone, got observed; TRL's observed reads each distribution one token late",
         ),
-        ({**SPANS, "use_extended_uld": False}, "over spans of the same text, not by their posi"),
+        ({**SPANS, "use_extended_uld": False}, "over spans of the same text, not by position"),
         ({**HYBRID, "beta": 1.0}, "at 1 can fall below 0, wanted between 0 and 1; give teacher.b"),
         (
             {**SPANS, "uld_teacher_temperature": 2.0},
             "one temperature, got 1 and 2; give teacher.temperature instead",
         ),
         ({**HYBRID, "uld_hybrid_matched_weight": 0.5}, "unmatched_weight: give both, or neither"),
+        ({**HYBRID, "uld_hybrid_unmatched_weight": 0.5}, "_matched_weight: give both, or neither"),
         ({**SPANS, "uld_distillation_weight": 0.0}, "nothing is left to learn from the teacher"),
         ({"vllm_sync_frequency": 4}, "vllm_sync_frequency: completions are sampled by the weights"),
         (
