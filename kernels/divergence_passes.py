@@ -7,7 +7,7 @@ K. Products are torch's; elementwise passes are torch's too, eager or compiled, 
 (triton_divergence.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -27,6 +27,9 @@ GPU_ROWS, GPU_COLUMNS = 4096, 4096
 # allocate_kept
 KEEP = 2**26
 T = TypeVar("T")
+Transforms = tuple[LogitTransform, LogitTransform]
+# works on a pair of tiles: (rows, tiles, transforms of the rows)
+WorkOnTiles = Callable[[slice, tuple[Tensor, Tensor], Transforms], None]
 
 
 class HeadPair(NamedTuple):
@@ -37,7 +40,7 @@ class HeadPair(NamedTuple):
     student: HeadFactors
     teacher: HeadFactors
     stores: tuple[TileStore, TileStore]
-    transforms: tuple[LogitTransform, LogitTransform]
+    transforms: Transforms
     beta: float
     backend: str
 
@@ -46,27 +49,39 @@ class HeadPair(NamedTuple):
             student=self.student.columns(columns), teacher=self.teacher.columns(columns)
         )
 
-    def tile(self, rows: slice, columns: slice, *, seen: bool) -> tuple[Tensor, Tensor]:
+    def tile(
+        self, rows: slice, columns: slice, thread: int, *, seen: bool
+    ) -> tuple[Tensor, Tensor]:
         """Both tiles of c, computed unless an earlier pass has ``seen`` them and they were kept."""
-        student, teacher = (store.tile(rows, columns)[0] for store in self.stores)
+        student, teacher = (store.tile(rows, columns, thread)[0] for store in self.stores)
         if not seen or columns.start >= self.stores[0].recomputed:
             self.student.logits(rows, student)
             self.teacher.logits(rows, teacher)
         return student, teacher
 
-    def transforms_of(self, rows: slice) -> tuple[LogitTransform, LogitTransform]:
+    def transforms_of(self, rows: slice) -> Transforms:
         student, teacher = self.transforms
         return rows_of(student, rows), rows_of(teacher, rows)
 
-    def tiles(
-        self, *, seen: bool
-    ) -> Iterator[tuple[slice, tuple[Tensor, Tensor], tuple[LogitTransform, LogitTransform]]]:
-        """Every pair of tiles, with its rows and transforms."""
+    def for_each_tile(self, work: WorkOnTiles, *, seen: bool) -> None:
+        """``work(rows, tiles, transforms)`` for every pair of tiles.
+
+        Args:
+            seen: whether an earlier pass has computed the tiles.
+        """
+
+        def on_thread(thread: int, rows: slice, columns: slice) -> None:
+            span = self.columns(columns)
+            work(rows, span.tile(rows, columns, thread, seen=seen), self.transforms_of(rows))
+
         store = self.stores[0]
+        if store.threads > 1:
+            store.for_each_tile(on_thread)
+            return
         for columns in vocabulary_spans(store.vocab, store.columns, self.student.hidden.device):
             span = self.columns(columns)
             for rows in spans(len(self.student.hidden), store.rows):
-                yield rows, span.tile(rows, columns, seen=seen), self.transforms_of(rows)
+                work(rows, span.tile(rows, columns, 0, seen=seen), self.transforms_of(rows))
 
     def run(self, function: Callable[..., T], tile: Tensor, *rest: object) -> T:
         """``function(tile, *rest)``, compiled where that is worth it."""
@@ -90,7 +105,8 @@ def first_pass(pair: HeadPair) -> Tensor:
     beta, gap = pair.beta, pair.beta in (0, 1)
     state = pair.stores[0].kept.new_zeros(len(pair.student.hidden), 5)
     state[:, 0] = state[:, 2] = NEVER
-    for rows, tiles, transforms in pair.tiles(seen=False):
+
+    def fold_tiles(rows: slice, tiles: tuple[Tensor, Tensor], transforms: Transforms) -> None:
         (p, q), (to_z, to_w) = _p_and_q(*tiles, beta), _p_and_q(*transforms, beta)
         if pair.backend == "triton":
             from . import triton_divergence
@@ -98,6 +114,8 @@ def first_pass(pair: HeadPair) -> Tensor:
             triton_divergence.fold_(state[rows], p, q, to_z, to_w, gap)
         else:
             state[rows] = pair.run(fold, p, q, state[rows], to_z, to_w, gap)
+
+    pair.for_each_tile(fold_tiles, seen=False)
     shift, total, other_shift, other_total, sum_of_gaps = state.unbind(1)
     divergence = sum_of_gaps / total - total.log() + other_total.log()
     if (ruled_out := _ruled_out(pair)) is not None:
@@ -123,13 +141,16 @@ def _ruled_out(pair: HeadPair) -> Tensor | None:
 def second_pass(pair: HeadPair, row_stats: Tensor) -> tuple[Tensor, Tensor]:
     """D and K of a mixture."""
     beta, sums = pair.beta, row_stats.new_zeros(len(row_stats), 2)
-    for rows, tiles, transforms in pair.tiles(seen=True):
+
+    def mix_tiles(rows: slice, tiles: tuple[Tensor, Tensor], transforms: Transforms) -> None:
         if pair.backend == "triton":
             from . import triton_divergence
 
             triton_divergence.mix_(sums[rows], *tiles, row_stats[rows], *transforms, beta)
         else:
             sums[rows] += pair.run(mix, *tiles, row_stats[rows], *transforms, beta)
+
+    pair.for_each_tile(mix_tiles, seen=True)
     from_teacher, from_student = sums.unbind(1)
     return beta * from_teacher + (1 - beta) * from_student, from_student
 
@@ -150,9 +171,9 @@ def student_gradients(
     def open_span(columns: slice) -> tuple[HeadFactors, WriteTile]:
         span = pair.columns(columns)
 
-        def write(rows: slice, out: Tensor, _: int) -> None:
+        def write(rows: slice, out: Tensor, thread: int) -> None:
             rest = (
-                *span.tile(rows, columns, seen=True),
+                *span.tile(rows, columns, thread, seen=True),
                 row_stats[rows],
                 gain[rows],
                 *pair.transforms_of(rows),

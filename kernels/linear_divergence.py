@@ -217,12 +217,20 @@ class DivergenceArguments(NamedTuple):
             self.teacher_up,
             self.teacher_compute,
         )
+        student, teacher = student.rounded(only), teacher.rounded(only)
+        threads = 1
+        if self.backend == "torch":
+            logits = len(student.hidden) * self.vocab
+            threads = min(
+                passes.threads_for(each, logits, self.rows) for each in (student, teacher)
+            )
         of_student, of_teacher = (
-            TileStore(tiles, self.rows, self.columns, self.vocab, only=only) for tiles in kept
+            TileStore(tiles, self.rows, self.columns, self.vocab, only=only, threads=threads)
+            for tiles in kept
         )
         return HeadPair(
-            student.rounded(only),
-            teacher.rounded(only),
+            student,
+            teacher,
             (of_student, of_teacher),
             (
                 LogitTransform(self.scale, self.softcap, temperature),

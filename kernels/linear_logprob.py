@@ -343,7 +343,7 @@ class LogprobArguments(NamedTuple):
         """The memory that ``allocate`` made, for tiles of the rounded head: of all rows or some."""
         threads = 1
         if self.backend == "torch":
-            threads = passes.threads_for(head, len(head.hidden) * self.vocab)
+            threads = passes.threads_for(head, len(head.hidden) * self.vocab, self.rows)
         return TileStore(
             kept,
             self.rows,

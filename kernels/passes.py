@@ -185,12 +185,15 @@ def allocate_tops(kept: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     return kept.new_empty(-(-kept_columns // columns) + remainder, n, dtype=dtype)
 
 
-def threads_for(head: HeadFactors, logits: int) -> int:
+def threads_for(head: HeadFactors, logits: int, rows: int) -> int:
     """How many threads work on so many ``logits`` at once, each on a tile of its own; 1 if all of
     torch's threads share each tile.
 
     More than one on a CPU only, and where W is multiplied, and gets its gradient, as it stands: of
     a span that has to be converted each thread would need a copy.
+
+    Args:
+        rows: of the tiles of all threads together.
     """
     like = head.hidden
     exact = accumulation_dtype(like.dtype)
@@ -199,7 +202,7 @@ def threads_for(head: HeadFactors, logits: int) -> int:
     threads = torch.get_num_threads()
     if like.device.type != "cpu" or not as_it_stands or logits < THREADS_FROM:
         return 1
-    return threads if block_rows(len(like), threads, ROWS) else 1
+    return threads if block_rows(len(like), threads, rows) else 1
 
 
 def multiply_out(

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pairs
 import pytest
 import torch
-from burnish.kernels import passes, threads
+from burnish.kernels import divergence_passes, passes, threads
 from burnish.kernels.head import Head, HeadFactors
 from grids import grid
 from heads import CASES, assert_as_good_as_the_reference, in_dtype, logprobs, measure, total
@@ -25,6 +26,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     monkeypatch.setattr(passes, "THREADS_FROM", 0)
     for name, size in {"ROWS": 24, "COLUMNS": 32, "KEEP": 20_000}.items():
         monkeypatch.setattr(passes, name, size)
+        monkeypatch.setattr(divergence_passes, name, size)
     worked: list[int] = []
     for_each_tile = passes.for_each_tile
 
@@ -61,6 +63,34 @@ def test_tiles_on_two_threads_are_as_close_to_float64_as_the_reference(
     assert len(two_threads) == 2 * tiles  # forward and backward
 
 
+PAIRS = [case for case in pairs.CASES if len(pairs.CASES[case]["student_hidden"]) > 16]
+
+
+@grid(
+    strength=2,
+    case=PAIRS,
+    beta=pairs.BETAS,
+    dtype=[torch.float64, torch.float32],
+    keep=[0, 40_000, 2**30],
+)
+def test_divergences_on_two_threads_are_as_close_to_float64_as_the_reference(
+    case: str,
+    beta: float,
+    dtype: torch.dtype,
+    keep: int,
+    two_threads: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(divergence_passes, "KEEP", keep)
+    pairs.assert_as_good_as_the_reference(pairs.CASES[case], beta, dtype)
+    given = pairs.CASES[case]
+    rows = threads.block_rows(len(given["student_hidden"]), 2, 24)
+    size = given.get("vocab") or len(given["student"].weight)
+    tiles = -(-len(given["student_hidden"]) // rows) * -(-size // 32)
+    passes_over_tiles = 3 if 0 < beta < 1 else 2
+    assert len(two_threads) == passes_over_tiles * tiles
+
+
 @pytest.mark.parametrize("case", ["plain", "everything"])
 def test_the_numbers_do_not_depend_on_which_thread_is_quick(
     case: str, two_threads: list[int], monkeypatch: pytest.MonkeyPatch
@@ -78,6 +108,26 @@ def test_the_numbers_do_not_depend_on_which_thread_is_quick(
         monkeypatch.setattr(HeadFactors, "logits", late)
         for name, found in measure(in_dtype(given, torch.float32), "torch").items():
             torch.testing.assert_close(found, expected[name], rtol=0, atol=0)
+    assert set(two_threads) == {0, 1}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_a_divergence_does_not_depend_on_which_thread_is_quick(
+    beta: float, two_threads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = pairs.in_dtype(pairs.CASES["everything"], torch.float32)
+    expected = pairs.measure(given, "torch", beta=beta)
+    logits = HeadFactors.logits
+    lots = random.Random(0)
+
+    def late(*arguments: Any) -> Tensor:
+        time.sleep(lots.choice([0, 0.002]))
+        return logits(*arguments)
+
+    monkeypatch.setattr(HeadFactors, "logits", late)
+    again = pairs.in_dtype(pairs.CASES["everything"], torch.float32)
+    for name, found in pairs.measure(again, "torch", beta=beta).items():
+        torch.testing.assert_close(found, expected[name], rtol=0, atol=0)
     assert set(two_threads) == {0, 1}
 
 
@@ -118,22 +168,25 @@ def factors(n: int = 1000, dtype: torch.dtype = torch.float32, **options: Any) -
 
 @pytest.mark.usefixtures("two_threads")
 def test_where_each_thread_works_on_a_tile_of_its_own() -> None:
-    assert passes.threads_for(factors(), 10) == 2
-    assert passes.threads_for(factors(n=3), 10) == 1
-    assert passes.threads_for(factors(dtype=torch.bfloat16), 10) == 1
-    assert passes.threads_for(factors(bias=torch.zeros(100, dtype=torch.bfloat16)), 10) == 1
-    assert passes.threads_for(factors(compute_dtype=torch.bfloat16), 10) == 1
+    assert passes.threads_for(factors(), 10, passes.ROWS) == 2
+    assert passes.threads_for(factors(n=3), 10, passes.ROWS) == 1
+    assert passes.threads_for(factors(dtype=torch.bfloat16), 10, passes.ROWS) == 1
+    assert (
+        passes.threads_for(factors(bias=torch.zeros(100, dtype=torch.bfloat16)), 10, passes.ROWS)
+        == 1
+    )
+    assert passes.threads_for(factors(compute_dtype=torch.bfloat16), 10, passes.ROWS) == 1
     elsewhere = factors()._replace(hidden=torch.zeros(1000, 4, device="meta"))
-    assert passes.threads_for(elsewhere, 10) == 1
+    assert passes.threads_for(elsewhere, 10, passes.ROWS) == 1
     torch.set_num_threads(1)
-    assert passes.threads_for(factors(), 10) == 1
+    assert passes.threads_for(factors(), 10, passes.ROWS) == 1
 
 
 def test_small_calls_share_each_tile() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    assert passes.threads_for(factors(), passes.THREADS_FROM - 1) == 1
-    assert passes.threads_for(factors(), passes.THREADS_FROM) == 2
+    assert passes.threads_for(factors(), passes.THREADS_FROM - 1, passes.ROWS) == 1
+    assert passes.threads_for(factors(), passes.THREADS_FROM, passes.ROWS) == 2
     torch.set_num_threads(before)
 
 
