@@ -110,6 +110,7 @@ IN_SIXTEEN_BITS = (
     "plus_plus_baseline",
     "optimal_token",
     "grpo_contexts",
+    "distill",
     "gold_matched",
     "gold",
     "uld",
