@@ -5,11 +5,14 @@ resolve.
 import re
 import shlex
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from burnish.loops.cli import main
+from burnish.loops.environments import resolve as environments
 from burnish.loops.recipes import RECIPES
+from burnish.loops.rewards import resolve as rewards
 from tiny import save_model, sums, write_rows
 
 ROOT = Path(__file__).parents[1]
@@ -121,6 +124,26 @@ def test_the_links_of_a_page_resolve(page):
         if fragment:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.M)
             assert fragment in map(anchor, headings), f"{page} links to {target}"
+
+
+def test_the_page_of_rewards_has_each_that_is_there_with_its_settings():
+    page = text("rewards-and-environments.md").partition("### Rewards that are there")[2]
+    rows = re.findall(r"^\| `(\w+)` \| .* \|(.*)\|$", page.partition("###")[0], flags=re.M)
+    assert [name for name, _ in rows] == list(rewards.SHIPPED)
+    for name, settings in rows:
+        module, _, attribute = rewards.SHIPPED[name].partition(":")
+        found = getattr(import_module(module, "burnish.loops.rewards"), attribute)
+        known = signature(found).parameters
+        named = set(re.findall(r"`(\w+)`", settings)) - {"answer"}
+        assert named <= known.keys(), name
+        required = {each.name for each in known.values() if each.default is each.empty}
+        assert required - {"row", "sample", "tokenizer"} <= named, name
+
+
+def test_the_page_of_environments_names_each_that_is_there():
+    page = text("rewards-and-environments.md").partition("## An environment")[2]
+    named = set(re.findall(r"`(\w+)`", page[page.index("Three are there") :].partition(".")[0]))
+    assert named == environments.SHIPPED.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)

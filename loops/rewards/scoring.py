@@ -3,7 +3,8 @@
 A reward is a function ``(row, sample) -> float | None``, plain or async. A function of several
 completions, ``(rows, samples) -> list``, is marked by `batched`. Attributes may add:
 
-    over           "sample", "group" (all completions of a prompt) or "step" (all completions of a call)
+    over           "sample", "group" (all completions of a prompt) or "step" (all that are scored at once: in a
+                   recipe, those of a prompt)
     columns        names of the columns that its rows must have
     concurrency    maximal number of its calls at the same time
 
