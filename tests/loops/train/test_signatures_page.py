@@ -34,21 +34,35 @@ def test_its_loss_trains_by_its_signature_alone():
         "reference": frozen_copy(policy),
         "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1),
     }
-    for block in BLOCKS[:2]:
+    for block in BLOCKS[:3]:
         exec(block, names)
     assert names["metrics"]["margin"] == 1.0  # the policy is the reference
     assert names["metrics"]["loss"] == pytest.approx(1.0 + 0.2 * names["metrics"]["nll"])
+
+
+def test_its_policy_gradient_is_advantage_at_the_sampler_and_bounded_away_from_it():
+    names = {}
+    for block in BLOCKS[:2]:
+        exec(block, names)
+    old = torch.zeros(3, dtype=torch.float64)
+    logp = torch.tensor([0.0, 5.0, -5.0], dtype=torch.float64, requires_grad=True)
+    advantage = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64)
+    loss, stats = names["soft_clip"](logp, old, advantage)
+    (gradient,) = torch.autograd.grad(loss.sum(), logp)
+    assert gradient.tolist() == pytest.approx([-2.0, 0.0, 0.0], abs=1e-9)
+    assert loss.tolist() == pytest.approx([0.0, -0.2, 0.2])
+    assert not stats["ratio"].requires_grad
 
 
 def test_its_mix_has_the_loss_under_its_own_hyper_parameter_and_weight():
     names = {}
     exec(BLOCKS[0], names)
     exec("from burnish.objectives import nll", names)
-    exec(BLOCKS[2], names)
+    exec(BLOCKS[3], names)
     losses = names["losses"]
     assert losses["length_free_margin"].function.keywords == {"beta": 0.5}
     assert columns_of(losses) == ["importance"]
-    broken = BLOCKS[2].replace('"beta": 0.5', '"beta": 0')
+    broken = BLOCKS[3].replace('"beta": 0.5', '"beta": 0')
     with pytest.raises(ValueError, match="length_free_margin: beta must be > 0, got 0"):
         exec(broken, names)
 
