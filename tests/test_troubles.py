@@ -136,6 +136,35 @@ def test_a_score_that_explodes_is_told(model, said):
     said("A score explodes")
 
 
+@symptom("The loss of grpo is near 0")
+def test_the_loss_of_grpo_is_0_where_its_gradient_is_not(model):
+    (step,) = history(burnish.grpo(model, PROMPTS, rewards=even, steps=1, **ONLINE))
+    assert abs(step["loss"]) < 1e-6 < step["grad_norm"]
+
+
+@symptom("A loss of mine has no gradient")
+def test_a_loss_without_a_gradient_is_told(model, said):
+    def detached(logp: PerToken) -> tuple[PerToken, Stats]:
+        return -logp.detach(), {}
+
+    rows = [{"prompt": f"{n}", "completion": "b"} for n in range(8)]
+    with pytest.raises(ValueError) as ended:
+        history(burnish.sft(model, rows, loss=detached, batch_size=8))
+    said("A loss of mine has no gradient", str(ended.value))
+
+
+@symptom("The loss is not another framework's")
+def test_a_loss_depends_on_how_tokens_count_and_not_on_micro_batches(model):
+    rows = [{"prompt": f"{n}", "completion": "b" * n} for n in range(1, 9)]
+
+    def first(**settings):
+        run = burnish.sft(model, rows, batch_size=8, steps=1, **settings)
+        return history(run)[0]["loss"]
+
+    assert first(micro_tokens=8) == pytest.approx(first(), rel=1e-5)
+    assert first(weighting="length_normalized") != pytest.approx(first(), rel=1e-3)
+
+
 @symptom("All completions are cut")
 def test_completions_that_never_end_are_told(model, said):
     run = burnish.grpo(model, PROMPTS, rewards=even, steps=8, **{**ONLINE, "max_tokens": 1})
