@@ -31,6 +31,8 @@ _LIBRARIES = (
 MEANT = {
     "batch_size": "prompts_per_rollout",
     "old": "old_logprobs",
+    "clip_low": "loss_kwargs",  # {clip_low: 0.2}
+    "clip_high": "loss_kwargs",
     "lr": "learning_rate",
     "bf16": "dtype",
     "fp16": "dtype",

@@ -155,6 +155,7 @@ EARLY = [
         "did you mean 'per_device_train_batch_size'",
     ),
     ("grpo", ["--batch_size", "1"], "did you mean 'prompts_per_rollout'"),
+    ("grpo", ["--clip_high", "0.28"], "did you mean 'loss_kwargs'"),
     ("dpo", ["--steps", "many"], "steps: wanted a whole number > 0 or null, got 'many'"),
     ("dpo", ["--steps", "0"], "steps: must be > 0, got 0"),
     ("dpo", ["--steps", "1.5"], "steps: wanted a whole number > 0 or null, got '1.5'"),
