@@ -22,10 +22,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(Path(directory, f"{rank}.pt")) for rank in range(3)]
 
 
+@pytest.mark.parametrize("threads", ["one thread", "two threads"])
 @pytest.mark.parametrize("name", shards.SPLIT)
-def test_shards_together_are_the_whole(results: list[dict[str, Any]], name: str) -> None:
+def test_shards_together_are_the_whole(
+    results: list[dict[str, Any]], name: str, threads: str
+) -> None:
     whole = shards.measured(in_dtype(shards.SPLIT[name], torch.float64))
-    ranks = [result[name] for result in results]
+    ranks = [result[threads][name] for result in results]
     for output, expected in whole.items():
         if output in SPLIT_ROWS:
             found = torch.cat([rank[output] for rank in ranks])
@@ -33,6 +36,10 @@ def test_shards_together_are_the_whole(results: list[dict[str, Any]], name: str)
             continue
         for rank in ranks:
             torch.testing.assert_close(rank[output], expected, rtol=1e-12, atol=1e-11, msg=output)
+
+
+def test_each_rank_takes_the_road_of_threads(results: list[dict[str, Any]]) -> None:
+    assert [result["passes on threads"] for result in results] == [2 * len(shards.SPLIT)] * 3
 
 
 def test_a_target_that_no_shard_holds_is_an_error_on_every_rank(

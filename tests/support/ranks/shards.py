@@ -1,8 +1,10 @@
 """Log-probs and gradients of heads whose vocabulary is split over three gloo ranks."""
 
+from unittest import mock
+
 import torch
 import torch.distributed as dist
-from burnish.kernels import Shard, passes
+from burnish.kernels import Shard, passes, threads
 from heads import CASES, EXTRAS, head, in_dtype, leaves, logprobs
 
 BOUNDS = (0, 41, 42, 100)  # the second rank holds a single token
@@ -67,15 +69,25 @@ def shard_of(case: dict, rank: int) -> dict:
     return case | split
 
 
+def measured_of_all(shard: Shard, rank: int) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name, case in SPLIT.items():
+        found[name] = measured(shard_of(in_dtype(case, torch.float64), rank), shard=shard)
+    return found
+
+
 def be_rank(directory: str) -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     passes.ROWS, passes.COLUMNS, passes.KEEP = 24, 32, 20_000
+    torch.set_num_threads(1)
     shard = Shard(dist.group.WORLD, BOUNDS[rank])
-    results = {
-        name: measured(shard_of(in_dtype(case, torch.float64), rank), shard=shard)
-        for name, case in SPLIT.items()
-    }
+    results: dict = {"one thread": measured_of_all(shard, rank)}
+    threads.FEWEST_ROWS, passes.THREADS_FROM, passes.KEEP = 4, 0, 0
+    torch.set_num_threads(2)
+    with mock.patch.object(passes, "for_each_tile", wraps=passes.for_each_tile) as counted:
+        results["two threads"] = measured_of_all(shard, rank)
+    results["passes on threads"] = counted.call_count
     try:
         outside = {"target": CASES["plain"]["target"].index_fill(0, torch.tensor(5), 100)}
         logprobs(shard_of(CASES["plain"], rank) | outside, shard=shard)
